@@ -303,8 +303,14 @@ def _places(model: Any) -> list[tuple[str, nn.Module]]:
     """Return the parts of a model with their names, in the order in which they run."""
     decoder = model.get_decoder()
     layers = [(f"layer {number}", layer) for number, layer in enumerate(decoder.layers)]
-    ends = [("the last norm", decoder.norm), ("the output layer", model.get_output_embeddings())]
-    return [("the embedding", decoder.embed_tokens), *layers, *ends]
+    norm = getattr(decoder, "norm", None)  # some classes call it otherwise; the output layer then stands for it
+    ends = [("the last norm", norm)] if norm is not None else []
+    return [
+        ("the embedding", model.get_input_embeddings()),
+        *layers,
+        *ends,
+        ("the output layer", model.get_output_embeddings()),
+    ]
 
 
 def _note_not_finite(

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from harness.models.base import ARCHITECTURES
 from kernels.rope import table_bytes
 
 KINDS = ("dynamic", "longrope")
+BORDER = "original_max_position_embeddings"  # transformers' name for LongRoPE's original length
 REMEMBERED = 64  # lengths whose frequencies are kept at a time
 AT_ONCE = 8192  # positions whose cos and sin are computed at a time for a table
 
@@ -65,7 +65,7 @@ class TextRotary(nn.Module):
             if "dynamic" in kind:
                 reached = max(reached, tokens if tokens > self.own.original_max_seq_len else 0)
             elif kind == "longrope":
-                border = own["original_max_position_embeddings"]
+                border = own[BORDER]
                 reached = max(reached, border + 1 if tokens > border else 0)
         return reached
 
@@ -125,9 +125,10 @@ def text_rotary(model: PreTrainedModel) -> TextRotary | None:
     kinds = getattr(rotary, "rope_type", "default")
     if not any(map(_depends, kinds.values() if isinstance(kinds, dict) else [kinds])):
         return None
-    known = ARCHITECTURES.get(type(model).__name__)
-    drops = known is not None and known.drops_cache and kinds == "longrope"
-    return TextRotary(rotary, model.config.original_max_position_embeddings if drops else None)
+    kind: Any = type(model)
+    prepare = unwrap(kind.prepare_inputs_for_generation)  # which drops the cache in classes like Phi-3's
+    drops = kinds == "longrope" and BORDER in prepare.__code__.co_names
+    return TextRotary(rotary, getattr(model.config, BORDER) if drops else None)
 
 
 def rotation_table(rotary: nn.Module, positions: int, like: Tensor) -> Tensor | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from inspect import unwrap
 from typing import Any, NamedTuple
 
 import torch
@@ -37,8 +38,13 @@ def trial(model: Any, pairing: Pairing | None, projections: Sequence[Callable[[T
     `UnsupportedError` if the engine would compute the model wrongly."""
     decoder = model.get_decoder()
     rotary = decoder.rotary_emb
-    decoder.rotary_emb = deepcopy(rotary)  # which may note the longest position
     places = (0, 7, (getattr(model.config, WINDOW, None) or FAR) - 1)
+    if _looks_ahead(deepcopy(rotary), places):
+        raise UnsupportedError(
+            f"{type(model).__name__} rotates a token by the length of its text in a way of its own, which is not "
+            "supported: choose another model."
+        )
+    decoder.rotary_emb = deepcopy(rotary)  # which may note the longest position
     try:
         calls = probe(model, sliding_windows(model.config), model.config.vocab_size // 2, places)
     except ProbeError as reason:
@@ -46,6 +52,21 @@ def trial(model: Any, pairing: Pairing | None, projections: Sequence[Callable[[T
     finally:
         decoder.rotary_emb = rotary
     return [_tried(call, pairing, project) for call, project in zip(calls, projections, strict=True)]
+
+
+@torch.no_grad()
+def _looks_ahead(rotary: Any, places: Sequence[int]) -> bool:
+    """Return True if a rotary module turns the second of `places` otherwise when it is asked for all of
+    them at once, apart from what transformers' decorator of its forward does, which the engine
+    knows (harness/engine/rotation.py)."""
+    plain, device = unwrap(type(rotary).forward), next(rotary.buffers()).device
+    like, asked = torch.empty(0, device=device), torch.tensor([places], device=device)
+    for kind in getattr(rotary, "layer_types", None) or [None]:
+        more = () if kind is None else (kind,)
+        alone, among = (plain(rotary, like, part, *more) for part in (asked[:, 1:2], asked))
+        if not all(_alike(one, several[:, 1:2]) for one, several in zip(alone, among, strict=True)):
+            return True
+    return False
 
 
 @torch.no_grad()

@@ -41,7 +41,10 @@ def check_against_generate(loaded: LoadedModel, prompt: Sequence[int]) -> dict[s
     kind, dtype = type(loaded.model).__name__, _dtype(loaded)
     versions = {name: version(name) for name in ("torch", "transformers")}
     own = {"class": kind, "model": loaded.name, "revision": loaded.revision, "dtype": dtype, "core": CORE_VERSION}
-    own |= versions | {"device": loaded.model.device.type}
+    own |= versions | {
+        "device": loaded.model.device.type,
+        "rope": getattr(loaded.model.config, "rope_parameters", None),
+    }
     key = digest(own)
     file = cache_root() / "checked" / f"{key[:32]}.json"
     if key not in _known:

@@ -34,7 +34,6 @@ class Architecture(NamedTuple):
 
     by_blocks: bool  # its decoder layers are built as kernels/block.py describes, so engine/forward.py can run them
     unlike: str = ""  # how its decoder layers differ from those
-    drops_cache: bool = False  # `generate` computes a text again that outgrows LongRoPE's original length
 
 
 ARCHITECTURES = {
@@ -42,7 +41,7 @@ ARCHITECTURES = {
     "MistralForCausalLM": Architecture(by_blocks=True),
     "Qwen2ForCausalLM": Architecture(by_blocks=True),
     "Qwen3ForCausalLM": Architecture(by_blocks=True),
-    "Phi3ForCausalLM": Architecture(by_blocks=True, drops_cache=True),
+    "Phi3ForCausalLM": Architecture(by_blocks=True),
     "SmolLM3ForCausalLM": Architecture(by_blocks=False, unlike="some of its layers do not rotate"),
     "Qwen3MoeForCausalLM": Architecture(by_blocks=False, unlike="its MLP is a mixture of experts"),
     "MixtralForCausalLM": Architecture(by_blocks=False, unlike="its MLP is a mixture of experts"),

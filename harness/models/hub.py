@@ -1,5 +1,9 @@
 """Loads models in the Hugging Face layout, from a local folder or the hub: resolved to one folder,
-loaded from there."""
+loaded from there.
+
+Any class with which transformers continues texts runs if its attention is causal and does what the
+engine computes; what does something else is refused by what it does. A class that the tests do not
+cover is compared with `model.generate` before its first run."""
 
 from __future__ import annotations
 

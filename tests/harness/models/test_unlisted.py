@@ -93,6 +93,13 @@ def test_a_model_of_ones_own_is_refused_by_what_it_does_and_never_runs_by_blocks
     capped = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma2", **SHAPE, head_dim=16)).eval()
     with pytest.raises(UnsupportedError, match="Gemma2ForCausalLM caps its attention logits"), attached(capped, Full()):
         pass
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 4.0}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "short_mscale": 1.2, "long_mscale": 1.3}
+    stretched = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("phimoe", **SHAPE | EXPERTS, rope_parameters=rope)
+    )
+    with pytest.raises(UnsupportedError, match="PhimoeForCausalLM rotates a token by the length"):
+        layer_specs(stretched)
 
     class LlamaForCausalLM(transformers.LlamaForCausalLM):  # by the same name
         pass
