@@ -133,11 +133,13 @@ def is_memory(error: BaseException) -> bool:
     GPU's."""
     text, kind = str(error), type(error).__name__  # importing torch for its class takes long
     is_named = isinstance(error, MemoryError) or kind == "OutOfMemoryError"
-    return is_named or "out of memory" in text.lower() or "can't allocate memory" in text
+    signs = ("out of memory", "can't allocate memory", "status_alloc_failed")  # the last is cuBLAS's and cuDNN's
+    return is_named or any(sign in text.lower() for sign in signs)
 
 
 def breaks_device(error: BaseException) -> bool:
     """Return True for an error of CUDA, such as a device-side assert or an illegal access, after
     which no call of this process succeeds on the device. Running out of memory is none."""
-    is_cudas = type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
+    signs = ("CUDA error", "illegal memory access", "device-side assert")  # Triton words them in its own way
+    is_cudas = type(error).__name__ == "AcceleratorError" or any(sign in str(error) for sign in signs)
     return is_cudas and not is_memory(error)

@@ -15,7 +15,7 @@ import torch
 
 from evals.base import Example, Score
 from evals.niah import Niah
-from harness.config.errors import one_sentence
+from harness.config.errors import breaks_device, is_memory, one_sentence
 from harness.config.settings import GenerationSettings, Results, Settings
 from harness.engine.attach import attached
 from harness.engine.batch.running_sequence import Generation
@@ -292,6 +292,20 @@ def test_memory_that_ends_while_weights_load_ends_the_run(tmp_path: Path, monkey
     assert one_sentence(raised.value).startswith("Out of memory (CUDA out of memory. Tried to allocate 4 GiB): use ")
     (folder,) = tmp_path.iterdir()
     assert (load(folder).status, load(folder).failed) == ("failed", [])
+
+
+@pytest.mark.parametrize(
+    ("text", "memory", "device"),
+    [
+        ("CUDA error: out of memory", True, False),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True, False),
+        ("Triton Error [CUDA]: an illegal memory access was encountered", False, True),
+        ("CUDA error: unspecified launch failure", False, True),
+        ("mat1 and mat2 shapes cannot be multiplied", False, False),
+    ],
+)
+def test_errors_are_told_apart_by_their_texts(text: str, memory: bool, device: bool) -> None:
+    assert (is_memory(RuntimeError(text)), breaks_device(RuntimeError(text))) == (memory, device)
 
 
 class _Cuda(RuntimeError):
