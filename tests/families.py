@@ -95,7 +95,10 @@ def method_of(name: str) -> Method:
 
 def answers(kv: Any, ids: Sequence[Tensor], chunk: int | None = None) -> list[list[int]]:
     """The tokens of prompts that run as one batch."""
-    engine = Engine(kv, prefill_chunk=chunk)
+    return batch_of(Engine(kv, prefill_chunk=chunk), ids)
+
+
+def batch_of(engine: Engine, ids: Sequence[Tensor]) -> list[list[int]]:
     batch = RunningBatch(engine)
     running = [engine.join(batch, text, max_new_tokens=NEW) for text in ids]
     while batch.sequences:

@@ -23,7 +23,7 @@ from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from harness.engine.cache import KVCache, UnsupportedError
-from harness.engine.hf import attention_modules, channel_pairing
+from harness.engine.hf import attention_modules, channel_pairing, rotates
 from harness.engine.pairing import Angles
 from harness.engine.rotation import TextRotary, rotation_table, text_rotary
 from harness.models.base import ARCHITECTURES, trained_window
@@ -54,6 +54,7 @@ class BlockForward:
         _check(model, self.decoder)
         neighbours = channel_pairing(model).neighbours
         self.blocks = [_block(layer, neighbours) for layer in self.decoder.layers]
+        self.rotate = [rotates(module) for module in attention_modules(model)]
         if self.decoder.embed_tokens.weight.is_cuda:
             join_weights(self.decoder.layers)  # only now, because `_block` has refused quantised modules
             self.blocks = [_block(layer, neighbours) for layer in self.decoder.layers]
@@ -78,10 +79,12 @@ class BlockForward:
             cache.expect(len(chunks[0]), sum(ids.shape[1] for ids in chunks))
         inputs = [embedding(ids, self.embedding) for ids in chunks]
         rotations = self._rotations(inputs, cache)
+        turning = rotations if not all(self.rotate) else []  # in a model with other layers, which turn by 0
+        still = [(at, torch.ones_like(cos), torch.zeros_like(sin)) for at, cos, sin in turning]
         states = deque[Stream](inputs)  # the output of each layer is the input of the next
         del inputs
         for index in range(len(self.blocks)):
-            for start, cos, sin in rotations:
+            for start, cos, sin in rotations if self.rotate[index] else still:
                 states.append(self._layer(index, states.popleft(), cos, sin, cache, start))
             complete(index)
         cache.end()

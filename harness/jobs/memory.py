@@ -401,7 +401,8 @@ def _states(info: ModelInfo, settings: Settings, prompt: int) -> tuple[int, int]
     # in attention the residual, its norm, queries, keys, values and what they attend to live together; around the MLP
     # two residuals and what was attended to
     in_layer = max(rows * 2 * (hidden + heads + groups), rows * (2 * hidden + heads) + _in_mlp(info, settings, rows))
-    angles, number = 2 * info.rotary_dim * (rows + waiting), DTYPE_BYTES[settings.dtype]
+    kinds = 2 if info.still_layers else 1  # of layers that rotate alike
+    angles, number = 2 * kinds * info.rotary_dim * (rows + waiting), DTYPE_BYTES[settings.dtype]
     return (in_layer + waiting * hidden + angles) * number, ((rows + waiting) * hidden + angles) * number
 
 

@@ -42,7 +42,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": Architecture(by_blocks=True),
     "Qwen3ForCausalLM": Architecture(by_blocks=True),
     "Phi3ForCausalLM": Architecture(by_blocks=True),
-    "SmolLM3ForCausalLM": Architecture(by_blocks=False, unlike="some of its layers do not rotate"),
+    "SmolLM3ForCausalLM": Architecture(by_blocks=True),
     "Qwen3MoeForCausalLM": Architecture(by_blocks=False, unlike="its MLP is a mixture of experts"),
     "MixtralForCausalLM": Architecture(by_blocks=False, unlike="its MLP is a mixture of experts"),
     "Gemma3ForCausalLM": Architecture(

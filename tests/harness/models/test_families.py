@@ -26,6 +26,7 @@ from harness.jobs.alignment import shapes
 from harness.jobs.memory import needed
 from harness.models.base import ModelError
 from harness.models.hub import HuggingFace
+from kernels.dispatch import use_backend
 from methods.base import AttnInput, KVLayer, LayerWorkload
 from methods.full import Full
 from methods.infinigen import InfiniGen, InfiniGenRead
@@ -35,6 +36,7 @@ from tests.families import FAMILIES, METHODS, answers, attach, generated, method
 from tests.harness.bench.test_decode import options
 from tests.harness.jobs import test_forecast as forecast
 from tests.quick import slow_if
+from tests.tape import Tape
 from tests.tiny import FURTHER, prompt, tiny
 
 each_family = pytest.mark.parametrize("family", FAMILIES.values())
@@ -151,6 +153,22 @@ def test_infinigen_steps_alike_alone_and_in_a_batch_of_such_layers() -> None:
     with attached(still(), method, budget=0.4, calibration=prompt(64)) as kv:
         alone = [Engine(kv).generate(ids, max_new_tokens=8).tokens[0] for ids in prompts()]
         assert [tokens[:8] for tokens in answers(kv, prompts())] == alone
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("name", ["full", "infinigen", *MOVES])
+def test_blocks_and_captured_steps_leave_layers_as_they_are_that_do_not_rotate(name: str) -> None:
+    made = []
+    with attached(still(), method_of(name), budget=0.4, calibration=prompt(64)) as kv, use_backend("torch"):
+        for graphs in (None, None, Tape()):
+            engine = Engine(kv, graphs=graphs)
+            assert engine.plain_reason is None
+            engine.forward = engine.forward if made else None  # first by the model's own modules
+            out = engine.generate(prompts()[0], max_new_tokens=families.NEW)
+            made.append([out.tokens[0], *families.batch_of(engine, prompts())])
+    assert out.capture_s is not None
+    assert made[0] == made[1] == made[2]
+    assert made[0][0] == made[0][1]
 
 
 # mixtures of experts
