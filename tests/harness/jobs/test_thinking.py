@@ -16,6 +16,7 @@ from harness.config.settings import GenerationSettings, Results, Settings, Setti
 from harness.jobs.evaluate import evaluate
 from harness.jobs.job import Job
 from harness.models.hub import HuggingFace
+from harness.prompts.thinking import SPACE
 from harness.reports.compare import comparisons
 from harness.reports.notes import notes
 from harness.reports.overview import all_lines
@@ -26,16 +27,10 @@ from methods.snapkv import SnapKV
 from tests.scripted import END, FINAL, SAYS, TURN, scripted
 
 KINDS = ("empty block", "open block", "harmony")
-# what the model says before its answer, and what off puts at the end of the prompt
 THOUGHTS = {
     "empty block": "<think>\nso we stop there</think>\n\n",
     "open block": "so we stop there</think>\n\n",
     "harmony": f"<|channel|>analysis<|message|>so we stop there<|end|>{FINAL}",
-}
-TAILS = {
-    "empty block": (TURN, f"{TURN}<think>\n\n</think>\n\n"),
-    "open block": (f"{TURN}<think>\n", f"{TURN}<think>\n\n</think>\n\n"),
-    "harmony": ("<|end|><|start|>assistant", f"<|end|>{FINAL}"),
 }
 
 SHARED = {"protocol": "context", "questions": "shared"}
@@ -52,7 +47,6 @@ class Key(Task):
 
     prefix: str = ""
     stop: tuple[str, ...] = (" stop",)
-    reference: str = "7 more or less"
     chat: bool = True
     further: tuple[Turn, ...] = ()
     forced: bool = False
@@ -62,7 +56,7 @@ class Key(Task):
             context = "A text. " * (9 + 5 * (number // 2))
             yield Example(
                 id=str(number), group="g", context=context, question="Where?", chat=self.chat,
-                prefix=self.prefix, references=(self.reference,), max_new_tokens=7, stop=self.stop,
+                prefix=self.prefix, references=("7 more or less",), max_new_tokens=7, stop=self.stop,
                 further=self.further, teacher_forced=self.forced,
             )  # fmt: skip
 
@@ -106,12 +100,11 @@ def test_a_thought_is_counted_and_its_answer_scored(
 def test_off_ends_the_thought_in_the_prompt(kind: str, models: dict[str, HuggingFace], tmp_path: Path) -> None:
     for prefix, answer in (("", "The key is 7"), ("Answer:", " 42")):
         plan = Job.plan(Full(), Key(prefix), models[kind], Settings(device="cpu", results=Results(str(tmp_path))))
-        assert all(item.prompt.text.endswith(f"Where?{TAILS[kind][1]}{prefix}") for item in plan.items)
+        assert all(item.prompt.text.endswith(prefix) for item in plan.items)
         assert "thinking" not in plan.identity
         for record in run(tmp_path, models[kind], Key(prefix)).records:
             assert (record.output, record.thought_tokens, record.score) == (answer, None, 1.0)
     on = Job.plan(Full(), Key("Answer:"), models[kind], Settings(device="cpu", thinking="on"))
-    assert all(item.prompt.text.endswith(f"Where?{TAILS[kind][0]}") for item in on.items)
     assert on.identity["prompts"] != plan.identity["prompts"]
     other = Job.plan(Full(), Key(), models[kind], Settings(device="cpu", thinking="on"))
     assert other.identity["prompts"] != on.identity["prompts"]  # though only what is fed later differs
@@ -175,11 +168,10 @@ def test_right_answers_are_measured_after_an_empty_thought(
 
 
 def test_a_thought_takes_what_the_window_leaves(models: dict[str, HuggingFace]) -> None:
-    for prefix, behind in (("", 4), ("Answer:", 4)):
-        settings = Settings(device="cpu", thinking="on")
-        for item in Job.plan(Full(), Key(prefix), models["empty block"], settings).items:
+    for prefix in ("", "Answer:"):  # of fewer tokens than white space may have
+        for item in Job.plan(Full(), Key(prefix), models["empty block"], Settings(thinking="on")).items:
             assert item.thought
-            assert len(item.prompt.ids) + item.thought.most + behind + 7 == 400
+            assert len(item.prompt.ids) + item.thought.most + SPACE + 7 == 400
             assert item.answer_tokens == 7
     with pytest.raises(ValueError, match="more than the model's window"):
         Job.plan(Full(), Key(), models["empty block"], Settings(device="cpu", thinking="399"))
