@@ -149,6 +149,15 @@ def test_a_press_finds_the_rotation_of_its_layer(architecture: str) -> None:
         assert_close(torch.atan2(sin, cos).cos(), angles.cos(), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("architecture", ["glm", "phi4"])
+def test_a_press_is_refused_where_it_would_rotate_otherwise_than_the_model(architecture: str) -> None:
+    with (
+        pytest.raises(KVPressError, match="rotates a part of each head"),
+        attached(tiny(architecture), KVPress(press=EXPECTED), budget=BUDGET),
+    ):
+        pass
+
+
 def test_the_ratio_keeps_the_budget_to_the_token() -> None:
     for tokens in range(2, 400, 7):
         for kept in range(1, tokens):
