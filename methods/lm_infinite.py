@@ -86,11 +86,6 @@ class LMInfiniteKeep(Keep, capturable=True, of_each={"rope_table": None, "first_
         step."""
         return self.n_local is None
 
-    def together_refusal(self) -> str | None:
-        if self.n_local is not None and self.rope_table.cos.device != self.request.device:
-            return "the rotations of several sequences lie on another device"
-        return super().together_refusal()
-
     def link(self, members: Sequence[Policy], joint: Mapping[int, Policy]) -> None:
         """Copy the first tokens' values of all sequences into one tensor, with zeros for free
         slots, as their keys are."""

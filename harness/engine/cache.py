@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import Cache
 
 from harness.engine.rotation import TextRotary
+from harness.models.devices import current
 from kernels.step_inputs import StepInputs
 from methods.base import AttnInput, CacheState, KVLayer, NextRow
 from methods.base.state import StepCounters
@@ -79,7 +80,8 @@ class KVCache(Cache):
         the prompt while others still compute theirs."""
         if not self._closed:
             self.state.checks.begin("further" if self._further else "first")
-        self.layers[layer].seal()
+        with current(self.layers[layer].request.device):
+            self.layers[layer].seal()
         self._closed.add(layer)
 
     @property

@@ -236,7 +236,7 @@ class Engine:
         sized = self.graphs is not None and refused is None
         if len(caches) == 1 and not sized:
             return caches[0]
-        slots = SlotsCache(caches, self.traced, sized=sized)
+        slots = SlotsCache(caches, self.traced or self.spread, sized=sized)
         if len(caches) == 1:
             return caches[0] if slots.step_inputs is None else slots
         self.one_by_one = slots.alone
@@ -253,6 +253,13 @@ class Engine:
             return CapturedStep(self.forward, cache, self.graphs, self.kept)
         self.plain_steps = reason
         return None
+
+    @property
+    def spread(self) -> str | None:
+        """Return the reason why sequences attend one after the other if the model's layers lie on
+        several devices; None if they lie on one."""
+        several = len({spec.device for spec in self.attachment.model_specs}) > 1
+        return "the model lies on several devices" if several else None
 
     @property
     def traced(self) -> str | None:

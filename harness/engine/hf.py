@@ -24,6 +24,7 @@ from harness.engine.pairing import Pairing, pairing_of
 from harness.engine.rotation import TextRotary, in_place, text_rotary
 from harness.engine.trial import LayerTrial, trial
 from harness.models.base import is_listed, sliding_windows
+from harness.models.devices import current
 from methods.base import AttnInput, LayerSpec
 
 NAME = "kv_harness"
@@ -89,7 +90,8 @@ def _attention(
         raise UnsupportedError(f"{type(module).__name__} passes s_aux, which this engine would ignore.")
     query, key = map(kv_call.pairing.in_halves, (query, key))
     x = AttnInput(query, key, value, *kv_call.rotation, kv_call.hidden, cache.num_tokens)
-    return cache.attend(place, x).transpose(1, 2).contiguous(), None  # some models view it in another shape
+    with current(query.device):
+        return cache.attend(place, x).transpose(1, 2).contiguous(), None  # some models view it in another shape
 
 
 def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
@@ -267,7 +269,9 @@ class Rotary:
                 f"{type(self.module).__name__} rotates keys in a way that is not known here, so that they cannot be "
                 "moved to other positions: choose another model."
             )
-        return _rotation(self.module, self.pairing, self.as_given(positions))
+        place = next(self.module.parameters()).device  # of the layer, where a model lies on several
+        cos, sin = _rotation(self.module, self.pairing, self.as_given(positions))
+        return cos.to(place), sin.to(place)
 
     def of_text(self, tokens: int) -> Rotary:
         """Return the rotation of a text of `tokens` tokens, the same for all its positions. 0: of a

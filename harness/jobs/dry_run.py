@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from harness.jobs.examples import by_context
 from harness.jobs.job import Job
-from harness.jobs.machine import free_here, refusal
+from harness.jobs.machine import refusal
 from harness.jobs.memory import full_bytes, largest_batch, sealed_cost, size
 from harness.terminal.notices import alike, say
 from methods.base import CostError
@@ -84,7 +84,7 @@ def _range(counts: Sequence[int]) -> str:
 def _memory(job: Job) -> str:
     """Return the error with which the run would be refused for lack of memory, or what it needs and
     what is free."""
-    need, (free, free_host) = job.need(), free_here(job.settings.device)
+    need, (free, free_host) = job.need(), job.free
     fits = f"needs {need}; {size(free) if free is not None else 'unknown'} free on {job.settings.device}"
     return refusal(need, job.settings, free, free_host) or fits
 
@@ -92,7 +92,7 @@ def _memory(job: Job) -> str:
 def _batch(job: Job) -> str:
     """Return a sentence on how many sequences as long as the longest example fit into memory at
     once."""
-    free, free_host = free_here(job.settings.device)
+    free, free_host = job.free
     if free is None:
         return "unknown: nobody knows how much memory is free"
     longest = max(job.items, key=lambda item: item.room)

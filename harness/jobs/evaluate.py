@@ -38,7 +38,7 @@ from harness.results.records import FailedExample, Record
 from harness.results.run_folder import SETTINGS, Run, StoredRun
 from harness.terminal.notices import lasting_output, say_once, warn
 from harness.terminal.progress import announce, progress
-from methods.base import AttnInput, KVLayer, Method, refuse_other_than_method
+from methods.base import AttnInput, KVLayer, LayerSpec, Method, refuse_other_than_method
 
 OF_COMMANDS = ("dry_run", "wandb.project")  # settings that `python -m harness` reads before it runs jobs
 FAILED_BATCHES = 3  # that end a run in which nothing succeeds
@@ -201,6 +201,7 @@ class _OpenRun(Run):
             self.note(model_check=checked)
         with Usage(loaded.model.device) as usage:
             attachment = job.attachment(loaded, self.info)
+        self.note(device_map=_placed(attachment.model_specs))
         if measured := job.method.measured(attachment.prepared):
             self.note(measured=dict(measured))
         self.note(prepare_s=None if attachment.prepared is None else attachment.prepare_s)
@@ -260,6 +261,15 @@ class _OpenRun(Run):
         refused = sum(isinstance(example, FailedExample) for example in self.job.prompts.left_out)
         if failed := len(self.tried) + refused:
             warn(f"{self.job.label}: complete with {failed} failed; the same command tries them again.")
+
+
+def _placed(specs: Sequence[LayerSpec]) -> dict[str, str] | None:
+    """Return which layers lie on each device, as {device: "0 to 15"}; None if all lie on one."""
+    layers: dict[str, list[int]] = {}
+    for index, spec in enumerate(specs):
+        layers.setdefault(str(spec.device), []).append(index)
+    several = {device: f"{numbers[0]} to {numbers[-1]}" for device, numbers in layers.items()}
+    return several if len(several) > 1 else None
 
 
 @contextmanager

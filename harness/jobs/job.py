@@ -18,7 +18,7 @@ from harness.config.settings import Settings
 from harness.config.values import orders
 from harness.engine.attach import Attachment
 from harness.jobs.examples import PreparedExample, Prompts, prompts_of
-from harness.jobs.machine import check_machine, refuse
+from harness.jobs.machine import check_machine, free_here, refuse
 from harness.jobs.memory import CacheSpec, MemoryForecast, needed, size
 from harness.jobs.model_check import check_against_generate
 from harness.jobs.resolve import codec_of, resolve, resolve_for_examples
@@ -137,7 +137,12 @@ class Job:
 
     def refuse_memory(self, beside: Sequence[Job] = ()) -> None:
         """Raise `SettingsError` if this job and those `beside` it do not fit into free memory."""
-        refuse(self.need(beside), self.settings)
+        refuse(self.need(beside), self.settings, self.free)
+
+    @property
+    def free(self) -> tuple[int | None, int | None]:
+        """Return the free bytes of this job's device, or of all GPUs, and of the host beside it."""
+        return free_here(self.settings.device, spread=self.model.describe().spread)
 
     def load(self) -> LoadedModel:
         """Load the model, and set the threads and the order of backends of this process. Raise

@@ -28,9 +28,14 @@ def check_machine(settings: Settings) -> None:
         raise SettingsError(f"results.root={root} cannot be written, for {why}: choose another folder.")
 
 
-def free_here(device: str) -> tuple[int | None, int | None]:
-    """Return the free bytes of `device`, and those of the host if the device is a GPU; None where a
-    number is unknown or does not apply."""
+def free_here(device: str, *, spread: bool = False) -> tuple[int | None, int | None]:
+    """Return the free bytes of `device`, or with `spread` of all GPUs, and those of the host if the
+    device is a GPU; None where a number is unknown or does not apply."""
+    if spread:
+        import torch
+
+        each = [free_bytes(f"cuda:{number}") or 0 for number in range(torch.cuda.device_count())]
+        return sum(each), free_bytes("cpu")
     return free_bytes(device), free_bytes("cpu") if device != "cpu" else None
 
 
@@ -69,9 +74,10 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def refuse(need: MemoryForecast, settings: Settings) -> None:
-    """Raise `SettingsError` if a run needs more memory than is free now."""
-    if reason := refusal(need, settings, *free_here(settings.device)):
+def refuse(need: MemoryForecast, settings: Settings, free: tuple[int | None, int | None]) -> None:
+    """Raise `SettingsError` if a run needs more memory than is `free` now, on its device and on the
+    host."""
+    if reason := refusal(need, settings, *free):
         raise SettingsError(reason)
 
 

@@ -388,7 +388,9 @@ def _by_blocks(info: ModelInfo) -> bool:
     """Return True if harness/engine/forward.py runs the model, layer by layer; False if
     transformers' own forward does."""
     known = ARCHITECTURES.get(info.architecture)
-    return known is not None and known.by_blocks and (info.quantised is None or info.quantised.plain)
+    return (
+        known is not None and known.by_blocks and not info.spread and (info.quantised is None or info.quantised.plain)
+    )
 
 
 def _states(info: ModelInfo, settings: Settings, prompt: int) -> tuple[int, int]:

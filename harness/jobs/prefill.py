@@ -20,6 +20,7 @@ from torch import Tensor
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.fidelity import reference_layers
+from harness.models.devices import parts_of
 from kernels import ops
 from methods.base import AttnInput, CacheState, KVLayer
 from methods.tiers.tier import DEVICE
@@ -36,20 +37,21 @@ class Usage:
         self.device = device
         self.backends: dict[str, list[str]] = {}
         self.host_bytes: int | None = None  # the most resident memory of the process
-        self.device_bytes: int | None = None  # the most that torch had allocated on the CUDA device; null on the CPU
+        self.device_bytes: int | None = None  # the most that torch had allocated on CUDA devices; null on the CPU
 
     def __enter__(self) -> Self:
         ops.forget_used()
         self._knows_host = _reset_host()
         if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+            for part in parts_of(self.device):
+                torch.cuda.reset_peak_memory_stats(part)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.backends = ops.used_backends()
         self.host_bytes = _host_peak() if self._knows_host else None
         if self.device.type == "cuda":
-            self.device_bytes = torch.cuda.max_memory_allocated(self.device)
+            self.device_bytes = sum(map(torch.cuda.max_memory_allocated, parts_of(self.device)))
 
     def add(self, other: Usage) -> None:
         """Merge the measurement of another stretch of work into this one."""

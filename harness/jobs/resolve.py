@@ -54,6 +54,8 @@ def resolve(wanted: Settings, given: Method, info: ModelInfo) -> Resolved:
     result. Raise `SettingsError` for what cannot run."""
     device = choose_device(wanted.device)
     refuse_graphs(wanted, device)
+    if info.spread:
+        _check_spread(wanted, device)
     method = given.with_windows(**vars(wanted.windows))
     if wanted.comm is not None:
         method = method.at_communication(wanted.comm, info.head_dim)
@@ -72,7 +74,7 @@ def resolve(wanted: Settings, given: Method, info: ModelInfo) -> Resolved:
     elif not on_gpu and wanted.overlap == "off":
         changes["overlap"] = "auto"  # which is off where no bus is crossed
     if wanted.graphs == "auto":
-        changes["graphs"] = "on" if on_gpu else "off"
+        changes["graphs"] = "on" if on_gpu and not info.spread else "off"
     if wanted.prefill_chunk is None:
         changes["prefill_chunk"] = usual_chunk(device, method.dense_prefill)
     if wanted.budget_bytes is not None:
@@ -86,6 +88,17 @@ def resolve(wanted: Settings, given: Method, info: ModelInfo) -> Resolved:
 def refuse_graphs(settings: Settings, device: str) -> None:
     if settings.graphs == "on" and device == "cpu":
         raise SettingsError("graphs=on captures CUDA graphs, and device=cpu has none: leave graphs out.")
+
+
+def _check_spread(settings: Settings, device: str) -> None:
+    """Raise `SettingsError` for what cannot be done with a model whose layers lie on several
+    GPUs."""
+    key = "model.device_map=auto spreads the layers over all GPUs"
+    if device != "cuda":
+        raise SettingsError(f"{key}, and device={device} is one device: set device=cuda, or model.device_map=null.")
+    for name, value in {"graphs": "on", "trace": "on", "history": "store"}.items():
+        if getattr(settings, name) == value:
+            raise SettingsError(f"{key}, and {name}={value} works on one: leave {name} out, or the map.")
 
 
 def codec_of(settings: Settings) -> Codec | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
-from harness.models.devices import check_device
+from harness.models.devices import check_device, note_devices
 from harness.models.probe import Heads, ProbeError, on_meta, probe
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ class ModelInfo:
     quantised: Quantised | None = None  # how its weights are quantised
     still_layers: tuple[int, ...] = ()  # layers that do not rotate keys and queries by position
     stretched: bool = False  # whether model.rope changes how it rotates
+    spread: bool = False  # whether its layers are spread over all GPUs
 
     @property
     def limit(self) -> int:
@@ -155,7 +156,9 @@ class LoadedModel:
 
 class ModelSource(ABC):
     """Describe and load one model. Subclasses are frozen dataclasses; their defaults are the values
-    of their yaml, which lists every field."""
+    of their yaml, which lists every field. `device_map`: auto spreads its layers over all GPUs."""
+
+    device_map: str | None = None
 
     @abstractmethod
     def identity(self) -> Identity:
@@ -201,6 +204,7 @@ class ModelSource(ABC):
             torch.cuda.set_device(place)
         model = self.build(target, place)
         model.train(False).requires_grad_(False)
+        note_devices({weight.device for weight in model.parameters()})
         if not is_listed(model):
             self.describe()  # which raises if the engine would compute it wrongly
         for weight in model.parameters():  # at the start of a cache line, where they are read faster
@@ -246,6 +250,7 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
         quantised=packed,
         still_layers=tuple(i for i, turns in enumerate(getattr(config, "no_rope_layers", None) or ()) if not turns),
         stretched=hasattr(config, STRETCHED),
+        spread=source.device_map is not None,
     )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ PREFILL_CHUNK = 8192  # tokens of a prompt that pass through a layer at once on 
 # Names of classes of methods whose steps on a GPU were measured to be faster with overlap=on. None was measured since
 # events order transfers and the model's work (methods/tiers/transfer.py).
 OVERLAP_HELPS: frozenset[str] = frozenset()
+_several: list[torch.device] = []  # those of the loaded model, if it lies on several GPUs
 NODES = (Path("/dev/nvidia0"), Path("/dev/dxg"))  # device files of a GPU under Linux, and under WSL
 
 
@@ -66,7 +67,7 @@ def check_device(name: str) -> str:
     match = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
     if match is None:
         raise DeviceError(
-            f"device={name} is not supported: a model runs on one device, cpu, cuda or cuda:N (no device_map)."
+            f"device={name} is not supported: use cpu, cuda or cuda:N, or model.device_map=auto for all GPUs."
         )
     if name == "cpu":
         return name
@@ -108,13 +109,35 @@ def why_unusable() -> str:
     return f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, finds none"
 
 
-def wait_for(device: torch.device) -> None:
-    """Wait until all operations launched on `device` are done; return at once on a CPU. A GPU's
-    operations are launched, but not done, when a call returns."""
-    if device.type == "cuda":
-        import torch
+def note_devices(devices: set[torch.device]) -> None:
+    """Remember on which devices the model lies that is loaded from now on."""
+    _several[:] = sorted(devices, key=str) if len(devices) > 1 else ()
 
-        torch.cuda.synchronize(device)
+
+def parts_of(device: torch.device) -> list[torch.device]:
+    """Return all devices of the loaded model, whose first weights lie on `device`."""
+    return list(_several) or [device]
+
+
+def current(device: torch.device) -> AbstractContextManager[None]:
+    """Make `device` the one on which kernels are launched, for work of a layer that lies there.
+    Where a model lies on one device, that is so already."""
+    if not _several or device.type != "cuda":
+        return nullcontext()
+    import torch
+
+    return torch.cuda.device(device)
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until all operations launched on `device`, and on the others of a model that lies on
+    several, are done; return at once on a CPU. A GPU's operations are launched, but not done, when a
+    call returns."""
+    for part in parts_of(device):
+        if part.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(part)
 
 
 def read_later(x: torch.Tensor) -> Callable[[], list[Any]]:

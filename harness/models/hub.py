@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,13 +65,15 @@ NAMED = 3  # names of tensors in an error
 class HuggingFace(ModelSource):
     """Provide a model in the Hugging Face layout. `name`: hub id or folder. `revision`: branch, tag
     or commit. `window`: the most tokens, None for the config's own. `rope`: another rotation, for
-    longer texts (harness/models/rope.py)."""
+    longer texts (harness/models/rope.py). `device_map`: auto spreads the layers over all GPUs by
+    accelerate, None keeps them on one device."""
 
     name: str
     revision: str | None = None
     window: int | None = None
     rope: dict[str, Any] | None = None
     trust_remote_code: bool = False
+    device_map: str | None = None
 
     def __post_init__(self) -> None:
         if self.trust_remote_code:
@@ -83,6 +86,10 @@ class HuggingFace(ModelSource):
         if self.window is not None and self.window < 1:
             raise ModelError(f"model.window={self.window} must be at least 1, or null for the model's own.")
         object.__setattr__(self, "rope", checked(self.rope))
+        if self.device_map not in (None, "auto"):
+            raise ModelError(f"model.device_map={self.device_map} is unknown: set auto for all GPUs, or null for one.")
+        if self.device_map and find_spec("accelerate") is None:
+            raise ModelError("model.device_map=auto needs accelerate: `pip install accelerate`, or set it to null.")
 
     def identity(self) -> Identity:
         folder = self.folder()
@@ -142,7 +149,7 @@ class HuggingFace(ModelSource):
         options = {"config": config, "dtype": dtype, "use_safetensors": True}
         packed = bool(quantisation(config))  # by some packages, which else take a GPU if there is one
         if (device != "cpu" or packed) and is_accelerate_available():  # each weight goes from its file to the device
-            options["device_map"] = {"": device}
+            options["device_map"] = self.device_map or {"": device}
         check_scales(folder, config)
         logging: Any = transformers.utils.logging
         verbosity = logging.get_verbosity()
@@ -157,6 +164,8 @@ class HuggingFace(ModelSource):
             )
         check_tensors(folder, model, report, packed=packed)
         complete(model, config, dtype)
+        if self.device_map:
+            check_places(model, self.name)
         return model if "device_map" in options else model.to(device)  # type: ignore[arg-type]
 
     def folder(self, *, weights: bool = False) -> Path:
@@ -297,6 +306,16 @@ def _has_rope_theta(config: Mapping[str, Any], rope: Mapping[str, Any]) -> bool:
     written = re.match(r"(\d+)\.(\d+)", str(config.get("transformers_version", "")))
     is_old = written is not None and tuple(map(int, written.groups())) < ROPE_THETA_SINCE
     return config.get("model_type") == "gemma3_text" or (config.get("model_type") == "llama" and is_old)
+
+
+def check_places(model: PreTrainedModel, name: str) -> None:
+    """Raise `ModelError` if accelerate has put parts of a model elsewhere than on GPUs."""
+    places: dict[str, Any] = getattr(model, "hf_device_map", {})
+    if outside := {str(place) for place in places.values()} & {"cpu", "disk"}:
+        raise ModelError(
+            f"{name} does not fit into the GPUs: model.device_map=auto would put layers on the "
+            f"{' and '.join(sorted(outside))}. Use more or larger GPUs, dtype=bf16, or quantised weights."
+        )
 
 
 def check_tensors(folder: Path, model: PreTrainedModel, report: Mapping[str, Collection[Any]], *, packed: bool) -> None:

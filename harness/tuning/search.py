@@ -18,7 +18,6 @@ from typing import Any
 from harness.jobs.evaluate import evaluate_together, reporting
 from harness.jobs.examples import PreparedExample, Prompts
 from harness.jobs.job import Job
-from harness.jobs.machine import free_bytes
 from harness.results.compared import mean_score
 from harness.results.measures import over_known
 from harness.results.records import Record
@@ -191,7 +190,7 @@ class Trials:
 def _room(job: Job) -> int:
     """Return how many candidates fit into free memory at once; those that share a prefill all hold
     a cache."""
-    need, free = job.need(), free_bytes(job.settings.device)
+    need, (free, _) = job.need(), job.free
     if free is None or not need.kv:
         return MOST
     return max(1, min(MOST, int((free - need.total) // need.kv)))

@@ -155,6 +155,7 @@ class CacheState:
     engine: TransferEngine = field(default_factory=TransferEngine)
     ahead: bool = False
     deferred: list[Callable[[], None]] = field(default_factory=list)  # until the next layer defers, or the step ends
+    _elsewhere: dict[torch.device, CacheState] = field(default_factory=dict, init=False, repr=False)
 
     def fetch(self, read: Callable[[Traffic], T], *, early: bool = False) -> Arrival[T]:
         """Ask for keys and values: `read` brings them to the device and adds the bytes that it
@@ -196,11 +197,13 @@ class CacheState:
         return self.checks.on and not self.counters.capturing
 
     def on(self, device: torch.device | None) -> CacheState:
-        """Return this state with `device` as its request's device, for a layer that lies there;
-        None: the state as it is."""
+        """Return this state with `device` as its request's device, the same for all layers that lie
+        there; None: the state as it is."""
         if device is None or device == self.request.device:
             return self
-        return replace(self, request=replace(self.request, device=device))
+        if device not in self._elsewhere:
+            self._elsewhere[device] = replace(self, request=replace(self.request, device=device))
+        return self._elsewhere[device]
 
     def with_dense(self, layers: Iterable[int]) -> CacheState:
         """Return this state with a budget under which the layers with the indices `layers` read

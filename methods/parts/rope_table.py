@@ -19,7 +19,7 @@ from methods.base import AttnInput, CacheState, LayerSpec
 
 class RopeTable:
     """Hold cos and sin of every position so far [C R], in one table for all layers of a batch that
-    rotate alike (`of_layers`), so that keys can be rotated to other positions and back.
+    rotate alike and lie on one device (`of_layers`), so that keys can be rotated to other positions and back.
 
     They are kept as the model computed them: with LongRoPE and dynamic scaling they depend on the
     length of the call, so the rotary module might return others later. The sequences of a batch
@@ -34,9 +34,9 @@ class RopeTable:
     @classmethod
     def of_layers(cls, specs: Sequence[LayerSpec], cache: CacheState) -> list[RopeTable]:
         """Return the table of each layer: one for all that rotate alike, and another for those of a
-        model that do not rotate."""
-        tables = {spec.rope_like: cls(cache) for spec in specs}
-        return [tables[spec.rope_like] for spec in specs]
+        model that do not rotate; each device that the model lies on has its own."""
+        tables = {(spec.rope_like, spec.device): cls(cache.on(spec.device)) for spec in specs}
+        return [tables[spec.rope_like, spec.device] for spec in specs]
 
     def note(self, x: AttnInput) -> None:
         """Store cos and sin of the new tokens in x. Each layer calls it, and the first call for a
@@ -87,8 +87,6 @@ class RopeTable:
         """Rotate rows [B G K D], which have no rotation yet, to the position that lies `distance`
         before the next token, which stands at `start`. Return them in `dtype`."""
         at = self.cache.counters.tensor(start - distance, x.device)
-        if x.device != self.cos.device:
-            return self.rotate(x, at).to(dtype)
         turned: Tensor = ops.rotate_to(x, self.cos[None], self.sin[None], at, dtype)
         return turned
 
@@ -113,8 +111,7 @@ class RopeTable:
         return self._apply(both, x, positions).to(x.dtype)
 
     def _apply(self, way: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, positions: Tensor) -> Tensor:
-        at = positions.to(self.cos.device)  # on the first layer's device, since a model may lie on several
-        cos, sin = (part[at].to(x.device).float() for part in (self.cos, self.sin))
+        cos, sin = self.cos[positions].float(), self.sin[positions].float()
         if positions.dim() == 1:
             return way(x.float(), cos.unsqueeze(0), sin.unsqueeze(0))
         rows = x.float().flatten(0, 1).unsqueeze(1)  # every KV head as a sequence of its own

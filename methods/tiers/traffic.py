@@ -57,7 +57,7 @@ class Traffic:
         tensor [], or [B] for sequences that step together. The tensor that holds the sum stays the
         same, so that replays of a captured step add to it as well."""
         if name in self.tallies:
-            self.tallies[name] += amount
+            self.tallies[name] += amount.to(self.tallies[name].device)  # a layer may lie on another GPU
         else:
             self.tallies[name] = amount.clone()
 
