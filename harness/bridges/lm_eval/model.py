@@ -29,7 +29,7 @@ from harness.jobs.job import attach
 from harness.jobs.machine import check_machine
 from harness.jobs.model_check import check_against_generate
 from harness.jobs.resolve import resolve
-from harness.models.base import LoadedModel, load
+from harness.models.base import LoadedModel, is_listed, load
 from harness.prompts.prompt import calibration_text, check_keywords, in_template
 from harness.prompts.stops import StopRule
 from harness.prompts.thinking import ENABLE, Thinking, ThinkingTokenizer, Thought, ThoughtfulAnswer, marks_ending_in
@@ -84,7 +84,8 @@ def ready(words: Mapping[str, Any], config_dir: str | None = None) -> tuple[Load
     ops.prefer(orders(settings.backends))
     loaded = load(source, settings.dtype, settings.device, settings.template_kwargs)
     check_keywords(loaded.tokenizer, settings.template_kwargs or {})
-    check_against_generate(loaded, calibration_text(loaded.tokenizer))
+    if not is_listed(loaded.model):
+        check_against_generate(loaded, calibration_text(loaded.tokenizer))
     attachment = attach(loaded, resolved.method, resolved.budget, settings)
     graphs = CudaGraphs(loaded.model.device) if settings.graphs == "on" else None
     return loaded, Engine(attachment, prefill_chunk=settings.prefill_chunk, graphs=graphs), settings

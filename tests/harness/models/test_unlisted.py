@@ -17,7 +17,7 @@ from harness.config.settings import Results, Settings
 from harness.engine.attach import attached
 from harness.engine.cache import UnsupportedError
 from harness.engine.engine import Engine
-from harness.engine.hf import layer_specs
+from harness.engine.hf import NAME, layer_specs
 from harness.jobs import model_check
 from harness.jobs.evaluate import evaluate
 from harness.models.base import ModelError, sliding_windows
@@ -166,7 +166,7 @@ def test_a_model_that_the_engine_computes_otherwise_is_refused(saved: Saved, mon
     def own(module: Any, hidden_states: torch.Tensor, *args: Any, **more: Any) -> Any:
         """Attention that does something else when it runs through an interface that it does not know."""
         out, weights = forward(module, hidden_states, *args, **more)
-        return out * (1.0 if module.config._attn_implementation == "sdpa" else 1.1), weights
+        return out * (1.1 if module.config._attn_implementation == NAME else 1.0), weights
 
     monkeypatch.setattr(granite.GraniteAttention, "forward", own)
     for _ in range(2):  # what was refused is compared again, because the engine may have been repaired
