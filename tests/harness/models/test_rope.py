@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from harness.commands import report
 from harness.engine.attach import attached
 from harness.engine.engine import Engine
 from harness.models.base import ModelError
@@ -175,7 +176,7 @@ def test_rotations_that_do_not_suit_a_model_are_refused(saved: Saved) -> None:
         local(saved("glm"), rope=ROPES["longrope"]).describe()
 
 
-def test_the_command_line_takes_it(cli: Cli, saved: Saved, tmp_path: Path) -> None:
+def test_the_command_line_takes_it(cli: Cli, saved: Saved, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["model=hf", f"model.name={saved(vocab_size=300)}", "method=full", "chat=none", "task.depths=1"]
     words += ["task.lengths=[400]", "task.max_new_tokens=4"]
     code, _, err = cli(*words)
@@ -187,6 +188,8 @@ def test_the_command_line_takes_it(cli: Cli, saved: Saved, tmp_path: Path) -> No
     assert run["identity"]["model"]["rope"] == {"rope_type": "yarn", "factor": 8}
     assert "+rope-sha256:" in run["identity"]["model_revision"]
     assert run["cautions"] == []
+    assert report.main([str(tmp_path / "runs"), "--details"]) == 0
+    assert "model: rotated by model.rope={rope_type: yarn, factor: 8}, not by its own" in capfd.readouterr().out
 
 
 @needs_wheel
