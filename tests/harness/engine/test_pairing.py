@@ -86,26 +86,34 @@ def test_a_rotation_undone_leaves_the_keys_before_it(make: Any) -> None:
         assert not torch.allclose(x.k[..., : pairing.width], before[..., : pairing.width], atol=0.1)
 
 
+ORDERS = {  # channels of a model in the order in which whole heads are rotated in halves, those that stay still by 0
+    "glm": [0, 2, 4, 6, 8, 9, 10, 11, 1, 3, 5, 7, 12, 13, 14, 15],
+    "phi4": [0, 1, 2, 3, 4, 5, 12, 13, 6, 7, 8, 9, 10, 11, 14, 15],
+}
+
+
 @cache
-def twin() -> PreTrainedModel:
-    """A Qwen2 that computes what the tiny GLM does: it rotates whole heads in halves, half of their channels by 0."""
-    glm: Any = tiny("glm")
-    config = AutoConfig.for_model("qwen2", **SHAPE, rms_norm_eps=glm.config.rms_norm_eps)
+def twin(architecture: str) -> PreTrainedModel:
+    """A Qwen2 that computes what a tiny model does, but rotates whole heads in halves, some of their channels by 0."""
+    model: Any = tiny(architecture)
+    config = AutoConfig.for_model("qwen2", **SHAPE, rms_norm_eps=model.config.rms_norm_eps)
     other: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    order = [0, 2, 4, 6, 8, 9, 10, 11, 1, 3, 5, 7, 12, 13, 14, 15]
-
-    def permuted(name: str, weights: Tensor) -> Tensor:
-        if ".q_proj." in name or ".k_proj." in name:
-            return weights.unflatten(0, (-1, D))[:, order].flatten(0, 1)
-        return weights
-
-    own = {name: permuted(name, weights) for name, weights in glm.state_dict().items()}
-    for name in [name for name in own if "gate_up" in name]:
-        for part, rows in zip(("gate", "up"), own.pop(name).chunk(2), strict=True):
-            own[name.replace("gate_up", part)] = rows
+    own = {name: torch.zeros_like(weights) for name, weights in other.state_dict().items() if name.endswith("bias")}
+    own |= model.state_dict()
+    joined = {
+        "qkv_proj": (("q_proj", 8 * D), ("k_proj", 2 * D), ("v_proj", 2 * D)),
+        "gate_up_proj": (("gate_proj", 160), ("up_proj", 160)),
+    }
+    for name in [name for name in own if name.split(".")[-2] in joined]:
+        kind, weights = name.split(".")[-2], own.pop(name)
+        parts, sizes = zip(*joined[kind], strict=True)
+        own |= {name.replace(kind, part): rows for part, rows in zip(parts, weights.split(sizes), strict=True)}
+    for name in [name for name in own if ".q_proj." in name or ".k_proj." in name]:
+        own[name] = own[name].unflatten(0, (-1, D))[:, ORDERS[architecture]].flatten(0, 1)
     other.load_state_dict(own)
-    frequencies = torch.cat([glm.model.rotary_emb.inv_freq, torch.zeros(4)])
-    other.model.rotary_emb.inv_freq = nn.Buffer(frequencies, persistent=False)
+    frequencies = model.model.rotary_emb.inv_freq
+    still = torch.zeros(D // 2 - len(frequencies))
+    other.model.rotary_emb.inv_freq = nn.Buffer(torch.cat([frequencies, still]), persistent=False)
     return other  # type: ignore[no-any-return]
 
 
@@ -115,13 +123,14 @@ def steps(model: PreTrainedModel, name: str, budget: float) -> list[Step]:
 
 
 @pytest.mark.parametrize("name", [*KNOW_ROTATIONS, "quest"])
-def test_methods_read_a_glm_as_they_read_a_model_that_rotates_halves(name: str) -> None:
+@pytest.mark.parametrize("architecture", ORDERS)
+def test_methods_read_a_model_as_they_read_one_that_rotates_whole_heads(architecture: str, name: str) -> None:
     """At a budget that leaves most tokens out."""
-    for ours, theirs in zip(steps(tiny("glm"), name, 0.3), steps(twin(), name, 0.3), strict=True):
+    model = tiny(architecture)
+    for ours, theirs in zip(steps(model, name, 0.3), steps(twin(architecture), name, 0.3), strict=True):
         assert ours.attended == theirs.attended
         assert_close(ours.logits, theirs.logits, atol=1e-3, rtol=1e-3)
-    for sees_all in steps(tiny("glm"), "full", 1.0)[-1:]:
-        assert (ours.logits - sees_all.logits).abs().max() > 0.1
+    assert (ours.logits - steps(model, "full", 1.0)[-1].logits).abs().max() > 0.1
 
 
 @pytest.mark.tokens
