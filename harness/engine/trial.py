@@ -33,9 +33,9 @@ class LayerTrial(NamedTuple):
 
 
 def trial(model: Any, pairing: Pairing | None, projections: Sequence[Callable[[Tensor], Tensor]]) -> list[LayerTrial]:
-    """Return what a model of transformers does in each layer. `pairing`: how it seems to rotate, None if that is not
-    known; `projections`: what methods would compute queries with, before their rotation. Raise
-    `UnsupportedError` if the engine would compute the model wrongly."""
+    """Return what a model of transformers does in each layer. `pairing`: how it seems to rotate,
+    None if that is not known; `projections`: what methods would compute queries with, before their
+    rotation. Raise `UnsupportedError` if the engine would compute the model wrongly."""
     decoder = model.get_decoder()
     rotary = decoder.rotary_emb
     places = (0, 7, (getattr(model.config, WINDOW, None) or FAR) - 1)
@@ -48,7 +48,9 @@ def trial(model: Any, pairing: Pairing | None, projections: Sequence[Callable[[T
     try:
         calls = probe(model, sliding_windows(model.config), model.config.vocab_size // 2, places)
     except ProbeError as reason:
-        raise UnsupportedError(f"{type(model).__name__} {reason}, which is not supported.") from reason
+        raise UnsupportedError(
+            f"{type(model).__name__} {reason}, which is not supported: choose another model."
+        ) from reason
     finally:
         decoder.rotary_emb = rotary
     return [_tried(call, pairing, project) for call, project in zip(calls, projections, strict=True)]
@@ -59,7 +61,7 @@ def _looks_ahead(rotary: Any, places: Sequence[int]) -> bool:
     """Return True if a rotary module turns the second of `places` otherwise when it is asked for all of
     them at once, apart from what transformers' decorator of its forward does, which the engine
     knows (harness/engine/rotation.py)."""
-    plain, device = unwrap(type(rotary).forward), next(rotary.buffers()).device
+    plain, device = unwrap(type(rotary).forward), next(rotary.buffers(), torch.empty(0)).device
     like, asked = torch.empty(0, device=device), torch.tensor([places], device=device)
     for kind in getattr(rotary, "layer_types", None) or [None]:
         more = () if kind is None else (kind,)
@@ -77,13 +79,13 @@ def _tried(call: Call, pairing: Pairing | None, project: Callable[[Tensor], Tens
     if pairing is None:
         return LayerTrial(rotates, (ROTATION, QUERIES))
     q, k = map(pairing.in_halves, (call.query, call.key))
-    cos, sin = map(pairing.angles.as_halves, call.rotation)
+    cos, sin = (pairing.angles.as_halves(part.to(k.device)) for part in call.rotation)
     if rotates:
         before = unrotate(k, cos, sin)
         if not _alike(before, before[:, :, :1]):
             return LayerTrial(rotates, (ROTATION, QUERIES))
     try:
-        ours = project(call.hidden)
+        ours = project(call.hidden.to(k.device))
         known = _alike(rotate(ours, cos, sin) if rotates else ours, q)
     except (AttributeError, RuntimeError):  # its projection is another module, or has another form
         known = False
