@@ -20,20 +20,20 @@ CPU = torch.device("cpu")
 
 
 class Elsewhere(Tensor):
-    """A tensor of the second device; `held` has its numbers."""
+    """A tensor of the second device; `numbers` holds them on the CPU."""
 
-    held: Tensor
+    numbers: Tensor
 
     @staticmethod
-    def __new__(cls, held: Tensor) -> Elsewhere:
-        kind = {"strides": held.stride(), "storage_offset": held.storage_offset(), "dtype": held.dtype}
+    def __new__(cls, numbers: Tensor) -> Elsewhere:
+        kind = {"strides": numbers.stride(), "storage_offset": numbers.storage_offset(), "dtype": numbers.dtype}
         with torch.inference_mode(mode=False):  # or it could not be changed in place later
-            made = Tensor._make_wrapper_subclass(cls, held.shape, **kind, device=OTHER)  # type: ignore[attr-defined]
-        made.held = held
+            made = Tensor._make_wrapper_subclass(cls, numbers.shape, **kind, device=OTHER)  # type: ignore[attr-defined]
+        made.numbers = numbers
         return made
 
     def tolist(self) -> Any:
-        return self.held.tolist()
+        return self.numbers.tolist()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,8 +53,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if not moves and there and any(x.dim() for x in tensors if not isinstance(x, Elsewhere)):
         raise RuntimeError(f"{func} is given tensors of two devices, of {[tuple(x.shape) for x in tensors]}")
     goes = places[0] == OTHER if places else isinstance(tensors[0], Elsewhere) if moves else bool(there)
-    outer = {id(tensor.held): tensor for tensor in there}
-    given, plain = tree_map(lambda leaf: leaf.held if isinstance(leaf, Elsewhere) else leaf, (given, plain))
+    outer = {id(tensor.numbers): tensor for tensor in there}
+    given, plain = tree_map(lambda leaf: leaf.numbers if isinstance(leaf, Elsewhere) else leaf, (given, plain))
     result = func(*given, **plain)
     if places and goes and any(result is x for x in tensors):  # on the CPU both devices are one, so nothing was copied
         result = result.clone()

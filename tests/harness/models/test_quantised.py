@@ -24,7 +24,7 @@ from harness.models.random import byte_tokenizer
 from methods.full import Full
 from methods.quest import Quest
 from tests.harness.conftest import Cli
-from tests.tiny import ARCHITECTURES, SHAPE, prompt, tiny
+from tests.tiny import ARCHITECTURES, FURTHER, SHAPE, prompt, tiny
 
 needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="transformers asks for accelerate")
 Tensors = dict[str, Tensor]
@@ -49,7 +49,7 @@ def mxfp4(name: str, weight: Tensor) -> tuple[Tensors, Tensor] | None:
 
 def fp8(name: str, weight: Tensor) -> tuple[Tensors, Tensor] | None:
     """The tensors that stand for a layer's matrix, and its values: each block of 32 x 32 has a scale."""
-    if not name.endswith("_proj.weight"):
+    if not name.endswith("_proj.weight"):  # of each expert, too
         return None
     tiles = weight.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))  # [rows BLOCK columns BLOCK]
     scales = tiles.abs().amax((1, 3)) / 448
@@ -76,6 +76,7 @@ COMPRESSED = {
 CASES: dict[str, tuple[str, dict[str, Any], Callable[[str, Tensor], tuple[Tensors, Tensor] | None]]] = {
     "mxfp4": ("gpt_oss", {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, mxfp4),
     "fp8": ("qwen3", FP8, fp8),
+    "fp8 in experts": ("qwen3_moe", FP8, fp8),
     "compressed-tensors": ("llama", COMPRESSED, int8),
 }
 
@@ -83,7 +84,11 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[str, Tensor], tuple[Tensor
 def checkpoint(folder: Path, scheme: str) -> tuple[HuggingFace, Tensors]:
     """A tiny quantised checkpoint, and the values that its weights stand for."""
     architecture, settings, quantise = CASES[scheme]
-    shape = SHAPE | ARCHITECTURES[architecture] | {"vocab_size": len(byte_tokenizer())}
+    shape = (
+        SHAPE
+        | (ARCHITECTURES | FURTHER)[architecture]
+        | {"vocab_size": len(byte_tokenizer()), "moe_intermediate_size": 64}
+    )
     config = AutoConfig.for_model(architecture, **shape, initializer_range=0.15)
     torch.manual_seed(5)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
@@ -98,8 +103,8 @@ def checkpoint(folder: Path, scheme: str) -> tuple[HuggingFace, Tensors]:
 
 def write(folder: Path, tensors: Tensors, settings: dict[str, Any]) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": settings or None}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def tokens_agree(model: PreTrainedModel) -> None:
@@ -119,7 +124,7 @@ def close_forecast(info: ModelInfo, model: PreTrainedModel, dtype: str) -> None:
 
 @needs_accelerate
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("scheme", CASES)
+@pytest.mark.parametrize("scheme", ["mxfp4", "fp8", "compressed-tensors"])
 def test_weights_are_dequantised_to_the_values_that_they_stand_for(scheme: str, dtype: str, tmp_path: Path) -> None:
     if scheme == "compressed-tensors":
         pytest.importorskip("compressed_tensors")
@@ -141,6 +146,17 @@ def test_weights_are_dequantised_to_the_values_that_they_stand_for(scheme: str, 
 
 
 @needs_accelerate
+def test_experts_in_fp8_are_dequantised_before_they_are_joined(tmp_path: Path) -> None:
+    source, values = checkpoint(tmp_path, "fp8 in experts")
+    model, info = source.load("fp32", "cpu").model, source.describe()
+    write(tmp_path, values, {})
+    plain = HuggingFace(str(tmp_path)).load("fp32", "cpu").model.state_dict()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, plain[name]), name
+    assert info.weight_bytes("fp32") == sum(weight.nbytes for weight in plain.values())
+
+
+@needs_accelerate
 def test_a_run_says_how_its_weights_were_held(tmp_path: Path, cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
     """Also where config.json names no dtype."""
     source, _ = checkpoint(tmp_path / "model", "mxfp4")
@@ -155,16 +171,16 @@ def test_a_run_says_how_its_weights_were_held(tmp_path: Path, cli: Cli, capfd: p
     assert "dtype: fp32 (weights: mxfp4, dequantised to fp32);" in capfd.readouterr().out
 
 
-UP = "model.layers.1.mlp.up_proj.weight"
+SCALES = "model.layers.1.mlp.up_proj.weight_scale_inv"
 
 
 @needs_accelerate
 @pytest.mark.parametrize(
     ("change", "block", "message"),
     [
-        (lambda held: {name: held[name] for name in held if name != f"{UP}_scale_inv"}, BLOCK, f"lacks {UP}_scale_inv"),
+        (lambda stored: {name: x for name, x in stored.items() if name != SCALES}, BLOCK, f"lacks {SCALES}"),
         (dict, 24, r"\[128, 160\] with scales of \[4, 5\] for blocks of \[24, 24\]"),
-        (lambda held: held | {f"{UP}_scale_inv": torch.ones(4, 4)}, BLOCK, r"scales of \[4, 4\]"),  # 40 rows a block
+        (lambda stored: stored | {SCALES: torch.ones(4, 4)}, BLOCK, r"scales of \[4, 4\]"),  # 40 rows a block
     ],
 )
 def test_weights_in_fp8_whose_scales_do_not_fit_are_refused(
