@@ -61,8 +61,8 @@ def rescore(run: StoredRun, data_root: Path | None = None) -> str:
         if item is None or item.sha256 != record.prompt_sha256:
             raise StoreError(f"{run.folder}: {record.id} has no such prompt today: task or data changed; run it again")
         answers = zip(item.example.turns, record.replies, strict=True)
-        found = [(task.score(turn, reply.output), reply.unanswered) for turn, reply in answers]
-        scores = [(0.0 if unanswered else score.value, score.details) for score, unanswered in found]
+        pairs = [(task.score(turn, reply.output), reply.unanswered) for turn, reply in answers]
+        scores = [(0.0 if unanswered else score.value, score.details) for score, unanswered in pairs]
         turns = [{"score": value, "details": dict(details)} for value, details in scores]
         together = scored(scores) | {"turns": turns}
         lines.append({"id": record.id} | (together if record.turns else turns[0]))

@@ -74,7 +74,7 @@ def run(root: Path, model: HuggingFace, task: Task | None = None, method: Any = 
     return evaluate(method or Full(), task or Key(), model, settings, **changes)
 
 
-def told(model: HuggingFace, tokens: list[int]) -> str:
+def text_of(model: HuggingFace, tokens: list[int]) -> str:
     return str(model.tokenizer().decode(tokens))
 
 
@@ -87,12 +87,12 @@ def test_a_thought_is_counted_and_its_answer_scored(
     for thinking in ("on", "50"):
         for record in run(tmp_path, model, thinking=thinking, **changes).records:
             assert (record.output, record.stop, record.score) == ("The key is 7", "stop_string", 1.0)
-            assert told(model, record.tokens) == f"{thought}The key is 7 stop!"
-            assert told(model, record.tokens[: record.thought_tokens]) == thought
+            assert text_of(model, record.tokens) == f"{thought}The key is 7 stop!"
+            assert text_of(model, record.tokens[: record.thought_tokens]) == thought
     for record in run(tmp_path, model, Key("Answer:"), thinking="on", **changes).records:
         assert (record.output, record.stop, record.score) == (" 42", "stop_string", 1.0)
-        assert told(model, record.tokens) == f"{thought}Answer: 42 stop!"
-        assert told(model, record.tokens[: record.thought_tokens]) == thought.rstrip("\n")
+        assert text_of(model, record.tokens) == f"{thought}Answer: 42 stop!"
+        assert text_of(model, record.tokens[: record.thought_tokens]) == thought.rstrip("\n")
         assert len(record.token_s) == len(record.tokens)
 
 

@@ -172,10 +172,10 @@ def test_words_are_fed_into_a_running_answer(captured: bool) -> None:
     letters, fed, asked, other = Letters(), (5, 9, 7), prompt(61), prompt(74, seed=1)
     with attached(tiny("llama"), Full()) as kv:
         plain, engine = Engine(kv), Engine(kv, graphs=Tape() if captured else None)
-        [said] = plain.generate(asked, max_new_tokens=9).tokens
-        count = next(place for place in range(4, 9) if said[place] not in said[:place]) + 1
-        whole = torch.cat([asked, torch.tensor([[*said[:count], *fed]])], 1)
-        thought = Thought(Marks("", letters.decode(said[count - 1 : count])), True, prefix=fed)
+        [first] = plain.generate(asked, max_new_tokens=9).tokens
+        count = next(place for place in range(4, 9) if first[place] not in first[:place]) + 1
+        whole = torch.cat([asked, torch.tensor([[*first[:count], *fed]])], 1)
+        thought = Thought(Marks("", letters.decode(first[count - 1 : count])), True, prefix=fed)
         rule = ThoughtfulAnswer(thought, StopRule(letters, (), [], 0), 6)  # type: ignore[arg-type]
         batch = RunningBatch(engine)
         greedy = Greedy().pick
@@ -185,6 +185,6 @@ def test_words_are_fed_into_a_running_answer(captured: bool) -> None:
         ]
         while batch.sequences:
             batch.run()
-        assert slots[0].out.tokens == [[*said[:count], *fed, *plain.generate(whole, max_new_tokens=6).tokens[0]]]
+        assert slots[0].out.tokens == [[*first[:count], *fed, *plain.generate(whole, max_new_tokens=6).tokens[0]]]
         assert slots[0].out.stops == ["length"]
         assert slots[1].out.tokens == plain.generate(other, max_new_tokens=25).tokens
