@@ -301,11 +301,16 @@ def plain(value: object) -> str:
     return words[value] if value is None or isinstance(value, bool) else str(value).replace("\n", "\\n")
 
 
+IN_ONE = ("template_kwargs",)  # settings whose value is a mapping of the user's own
+
+
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> Flat:
-    """Return nested values with dotted keys: {"a": {"b": 1}} -> {"a.b": 1}; lists stay as they are."""
+    """Return nested values with dotted keys: {"a": {"b": 1}} -> {"a.b": 1}; lists and the settings of IN_ONE stay as
+    they are."""
     found: Flat = {}
     for key, value in nested.items():
-        found |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        parts = isinstance(value, Mapping) and key not in IN_ONE
+        found |= flatten(value, f"{prefix}{key}.") if parts else {f"{prefix}{key}": value}
     return found
 
 

@@ -318,7 +318,7 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
     for name in config.keys() & NESTED:
         if not isinstance(config[name], Mapping):
             raise SettingsError(wrong_type(name, config[name], NESTED[name]))
-    keys = flatten({name: value for name, value in config.items() if name not in (*GROUPS, "template_kwargs")})
+    keys = flatten({name: value for name, value in config.items() if name not in GROUPS})
     for key in sorted(set(keys) - set(KEYS)):
         raise SettingsError(unknown_setting(key))
     return settings_known_today(config)

@@ -9,7 +9,7 @@ from itertools import chain
 from os.path import commonpath, relpath
 from typing import Any
 
-from harness.config.catalogue import Flat, entries, flatten
+from harness.config.catalogue import Flat, entries, flatten, plain
 from harness.config.plugins import TARGET
 from harness.config.settings import WITHOUT_EFFECT, recorded_defaults
 from harness.results.compared import given
@@ -160,5 +160,6 @@ def _assigned(key: str, settings: Flat) -> str:
 
 def spelled(value: Any) -> str:
     """Return a value as on the command line; a long one is replaced by a hash."""
-    text = str(value).lower() if isinstance(value, bool) else str(value).replace(", ", ",")
+    words = plain(value) if isinstance(value, bool | Mapping) else str(value)
+    text = words.replace(", ", ",")
     return text if len(text) <= LONGEST else f"#{hashlib.sha256(text.encode()).hexdigest()[:6]}"

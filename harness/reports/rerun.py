@@ -58,8 +58,7 @@ def _settings(run: StoredRun) -> dict[str, Any]:
     known = recorded_defaults()
     own = {key: value for key, value in run.config.items() if key in known}
     kept = {key: value for key, value in own.items() if key not in WITHOUT_EFFECT or key == "data"}
-    whole = {key: kept.pop(key) for key in ("template_kwargs",) if key in kept}  # Hydra takes it in one piece
-    return {key: value for key, value in (flatten(kept) | whole).items() if not (key == "budget" and value is None)}
+    return {key: value for key, value in flatten(kept).items() if not (key == "budget" and value is None)}
 
 
 def _changed(mine: Mapping[str, Any], usual: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -41,6 +41,7 @@ ONE_TABLE = (
     "model",
     "protocol",
     "chat",
+    "template_kwargs",
     "thinking",
     "too_long",
     "generation",

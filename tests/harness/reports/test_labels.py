@@ -92,9 +92,18 @@ def test_null_is_not_shown_and_a_shared_key_bears_its_place(tmp_path: Path) -> N
     assert told_apart == {"task.seed=1", "task.seed=2", "task.seed=2 layers=4"}
 
 
+def test_keywords_of_the_chat_template_part_tables(tmp_path: Path) -> None:
+    for keywords in (None, {"effort": "low"}):
+        quest(tmp_path, template_kwargs=keywords)
+    assert {title.partition("protocol=prompt")[2] for title in titles(tmp_path)} == {
+        "",
+        " template_kwargs={effort: low}",
+    }
+
+
 def test_values_are_spelled_as_they_are_typed_and_long_ones_stay_short_and_different() -> None:
-    values = [True, 0.25, [1, 1, 2], [[0, 1], []], "word"]
-    assert [spelled(value) for value in values] == ["true", "0.25", "[1,1,2]", "[[0,1],[]]", "word"]
+    values = [True, 0.25, [1, 1, 2], [[0, 1], []], "word", {"effort": "low"}]
+    assert [spelled(value) for value in values] == ["true", "0.25", "[1,1,2]", "[[0,1],[]]", "word", "{effort: low}"]
     first, second = (spelled("a long template, " * 9 + end) for end in "ab")
     assert first != second
     assert len(first) == len(second) == 7
