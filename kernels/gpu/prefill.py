@@ -226,6 +226,8 @@ def _rows(
     batch = group // (HEADS // SHARE)
     keys = k + batch * kb + group % (HEADS // SHARE) * kg
     queries = q + batch * qb + (head % HEADS * qh + row * qt)[:, None]
+    if PARTS == 1:  # a load within the loop would be loaded ahead, into shared memory that others need
+        query = tl.load(queries + dim, mask=live[:, None] & (dim < DIM), other=0.0)
     position = first + row
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -238,7 +240,8 @@ def _rows(
         scores = tl.zeros([ROWS, KEYS], tl.float32)
         for part in tl.static_range(PARTS):
             some = part * (WIDE // PARTS) + tl.arange(0, WIDE // PARTS)
-            query = tl.load(queries + some, mask=live[:, None] & (some < DIM), other=0.0)
+            if PARTS > 1:
+                query = tl.load(queries + some, mask=live[:, None] & (some < DIM), other=0.0)
             key = tl.load(keys + token[:, None] * kt + some, mask=(token < end)[:, None] & (some < DIM), other=0.0)
             scores += product(query, tl.trans(key))
         seen = (token <= position[:, None]) & (token < end)
