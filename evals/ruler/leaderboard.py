@@ -37,16 +37,16 @@ def prompts(
     env: TaskEnv, tasks: Sequence[str], length: int, samples: int
 ) -> Iterator[tuple[str, list[FilledTemplate], dict[str, object]]]:
     """Yield each task with the prompts of its first `samples` rows, and where these come from."""
-    found = open_rows(file_of(length), env, ROW)
-    stamp = f"{REPO} {found.sha256[:16]}"
+    contents = open_rows(file_of(length), env, ROW)
+    stamp = f"{REPO} {contents.sha256[:16]}"
     for task in tasks:
-        rows = [row for row in found.rows if row["task"] == task]
+        rows = [row for row in contents.rows if row["task"] == task]
         if not rows:
-            there = ", ".join(sorted({row["task"] for row in found.rows}))
-            raise TaskError(f"{REPO}/{length}: {found.origin} has no {task}, but {there}: set task.tasks to these")
+            there = ", ".join(sorted({row["task"] for row in contents.rows}))
+            raise TaskError(f"{REPO}/{length}: {contents.origin} has no {task}, but {there}: set task.tasks to these")
         if len(rows) < samples:
-            raise too_few(f"{REPO}/{length}: {found.origin}", f"rows of {task}", len(rows), samples)
-        yield task, [_prompt(row, stamp) for row in rows[:samples]], found.provenance
+            raise too_few(f"{REPO}/{length}: {contents.origin}", f"rows of {task}", len(rows), samples)
+        yield task, [_prompt(row, stamp) for row in rows[:samples]], contents.provenance
 
 
 def _prompt(row: dict[str, Any], stamp: str) -> FilledTemplate:

@@ -201,9 +201,9 @@ def in_template(
     content of each message; `keywords`: what the user tells the template; `options`: further
     arguments of `apply_chat_template`. A template that writes today's date writes one fixed day, so
     that prompts stay the same."""
-    told_template = {"date_string": TEMPLATE_DATE, **keywords, **options}
+    arguments = {"date_string": TEMPLATE_DATE, **keywords, **options}
     with _on_template_day():
-        text = tokenizer.apply_chat_template(list(turns), tokenize=False, **told_template)
+        text = tokenizer.apply_chat_template(list(turns), tokenize=False, **arguments)
     assert isinstance(text, str)
     return text
 

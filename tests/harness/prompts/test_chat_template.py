@@ -172,19 +172,19 @@ TALK = "The secret  number of the old city is 4711.\n\nWhat is it? Answer: Why d
 def backend(kind: str) -> str:
     """A tokenizer of this kind, as JSON, that knows the marks of all templates."""
     special = [AddedToken(mark, special=True, normalized=False) for mark in ["<s>", "</s>", *MARKS]]
-    made = Tokenizer(models.BPE(byte_fallback=kind != "bytes"))
+    tokenizer = Tokenizer(models.BPE(byte_fallback=kind != "bytes"))
     alphabet = pre_tokenizers.ByteLevel.alphabet() if kind == "bytes" else [f"<0x{byte:02X}>" for byte in range(256)]
     if kind == "bytes":  # GPT-2, Llama 3, Qwen
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = decoders.ByteLevel()
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
     else:
-        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first" if kind == "first" else "always")
-        made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first" if kind == "first" else "always")
+        tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     named = {"initial_alphabet": alphabet} if kind == "bytes" else {"special_tokens": alphabet}
     trainer = trainers.BpeTrainer(vocab_size=600, show_progress=False, **named)
-    made.train_from_iterator([TALK if kind == "bytes" else TALK.replace("\n", " ")] * 9, trainer)
+    tokenizer.train_from_iterator([TALK if kind == "bytes" else TALK.replace("\n", " ")] * 9, trainer)
     if kind == "piece":  # Llama 2: no words, a space before each piece of text between special tokens
-        state = json.loads(made.to_str())
+        state = json.loads(tokenizer.to_str())
         state["normalizer"] = {
             "type": "Sequence",
             "normalizers": [
@@ -193,19 +193,19 @@ def backend(kind: str) -> str:
             ],
         }
         state["pre_tokenizer"] = None
-        made = Tokenizer.from_str(json.dumps(state))
-    made.add_special_tokens(special)
-    return made.to_str()
+        tokenizer = Tokenizer.from_str(json.dumps(state))
+    tokenizer.add_special_tokens(special)
+    return tokenizer.to_str()
 
 
 def tokens(kind: str, template: str, start: tuple[str, ...] = ("<s>",)) -> PreTrainedTokenizerFast:
     """A tokenizer of this kind that puts `start` before plain text."""
-    made = Tokenizer.from_str(backend(kind))
-    made.post_processor = processors.TemplateProcessing(
-        single=[*start, "$A"], special_tokens=[(mark, made.token_to_id(mark)) for mark in start]
+    tokenizer = Tokenizer.from_str(backend(kind))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[*start, "$A"], special_tokens=[(mark, tokenizer.token_to_id(mark)) for mark in start]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATES.get(template)
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATES.get(template)
     )
 
 

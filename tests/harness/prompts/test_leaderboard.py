@@ -37,12 +37,12 @@ QUESTIONS = {"niah": "What ", "vt": "Question:", "cwe": "Question:", "fwe": "Que
 def row(task: str, number: int) -> dict[str, Any]:
     """A prompt of the official scripts, cut as the data set's own script cuts it: a space ends the question."""
     family = FAMILIES[task]
-    made = TEMPLATES[family].fill(f"Text {number}.  It says 12345.\n", ("12345", f"Word-{number}"), **FIELDS)
-    text = made.text.strip() + (" " if family == "vt" else "")
+    filled = TEMPLATES[family].fill(f"Text {number}.  It says 12345.\n", ("12345", f"Word-{number}"), **FIELDS)
+    text = filled.text.strip() + (" " if family == "vt" else "")
     start = text.rindex(QUESTIONS[family])
     answer = text.index("The special magic" if family == "niah" else "Answer:", start)
     parts = {"context": text[:start], "question": text[start:answer], "answer_prefix": text[answer:]}
-    return parts | {"answer": list(made.references), "task": task, "max_new_tokens": NEW_TOKENS[family]}
+    return parts | {"answer": list(filled.references), "task": task, "max_new_tokens": NEW_TOKENS[family]}
 
 
 QWEN3 = PLAIN + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
@@ -56,7 +56,7 @@ def written(root: Path, name: str = f"{REPO}/4096/test-00000-of-00001.parquet", 
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
     else:
-        path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+        path.write_text("".join(json.dumps(known) + "\n" for known in rows))
     return root
 
 
@@ -76,13 +76,15 @@ def test_rows_become_examples_task_by_task(tmp_path: Path, name: str) -> None:
     ]
     assert {example.group for example in examples} == {f"{task}/4096" for task in FAMILIES}
     for example in examples:
-        (one,) = (one for one in ROWS if one["task"] == example.data["task"] and one["context"] == example.context)
-        assert (example.question, example.prefix, list(example.references)) == (
-            one["question"],
-            one["answer_prefix"],
-            one["answer"],
+        (known,) = (
+            known for known in ROWS if known["task"] == example.data["task"] and known["context"] == example.context
         )
-        assert example.max_new_tokens == one["max_new_tokens"]
+        assert (example.question, example.prefix, list(example.references)) == (
+            known["question"],
+            known["answer_prefix"],
+            known["answer"],
+        )
+        assert example.max_new_tokens == known["max_new_tokens"]
         assert str(example.data["generator"]).startswith(REPO)
 
 
@@ -106,12 +108,12 @@ def smollm2() -> PreTrainedTokenizerBase:
 
 @pytest.mark.skipif(find_spec("kvpress") is None, reason="kvpress is not installed: `make setup` does it")
 @pytest.mark.parametrize(
-    "made",
+    "make",
     [smollm2, lambda: tokenizer(STRIPPING, bos=True), lambda: ThinkingTokenizer(tokenizer(QWEN3), on=False)],
     ids=["SmolLM2", "strips", "Qwen3"],
 )
-def test_prompts_have_the_token_ids_of_kvpress(tmp_path: Path, made: Any) -> None:
-    tok, pipeline = made(), package().KVPressTextGenerationPipeline
+def test_prompts_have_the_token_ids_of_kvpress(tmp_path: Path, make: Any) -> None:
+    tok, pipeline = make(), package().KVPressTextGenerationPipeline
     for example in read(written(tmp_path)):
         theirs = pipeline.preprocess(
             SimpleNamespace(tokenizer=tok), example.context, [example.question], example.prefix, 10**9
@@ -125,9 +127,9 @@ def test_prompts_have_the_token_ids_of_kvpress(tmp_path: Path, made: Any) -> Non
 
 def their_score(task: str, output: str, references: list[str]) -> float:
     """What kvpress's calculate_metrics gives to one answer, before it rounds the mean of a task to 0.01 points."""
-    said = re.sub(r"[\x00-\x1f]", "", output.strip()).strip().lower()
-    found = [reference.lower() in said for reference in references]
-    return float(any(found)) if task.startswith("qa") else sum(found) / len(found)
+    text = re.sub(r"[\x00-\x1f]", "", output.strip()).strip().lower()
+    matches = [reference.lower() in text for reference in references]
+    return float(any(matches)) if task.startswith("qa") else sum(matches) / len(matches)
 
 
 @pytest.mark.parametrize("output", ["12345", "123\n45 and WORD-0", " word-\t1\x00", "", "nothing", "1234 5"])
@@ -149,7 +151,7 @@ def changed(**changes: Any) -> list[Mapping[str, Any]]:
     ("rows", "changes", "reason"),
     [
         (ROWS, {"samples": 3}, "holds 2 rows of niah_single_1 and task.samples=3 asks for more: set task.samples=2"),
-        ([one for one in ROWS if one["task"] != "vt"], {}, "has no vt, but cwe, fwe"),
+        ([known for known in ROWS if known["task"] != "vt"], {}, "has no vt, but cwe, fwe"),
         (changed(answer=[]), {}, "row 1 .* has \\[\\] as 'answer'"),
         (changed(context=" "), {}, "'context', which should be text that is not blank"),
         (ROWS, {"lengths": [8192]}, "hf download simonjegou/ruler 8192/test-00000-of-00001.parquet"),
