@@ -34,6 +34,11 @@ class PromptError(ValueError):
     to do instead."""
 
 
+class ExampleError(ValueError):
+    """Report that a task's example is incomplete or contradicts itself. This is a mistake of the
+    task, so it ends the run, where a prompt that the chat template refuses fails alone."""
+
+
 class Tokenizer(Protocol):
     """Describe the attributes and calls of a transformers tokenizer that are used here."""
 
@@ -285,7 +290,7 @@ def cut_middle(example: Example, tokenizer: Tokenizer) -> tuple[str, str, int]:
     if limit is None:
         return example.context, example.question, 0
     if limit < 2:
-        raise PromptError(f"max_prompt_tokens={limit} leaves nothing of a prompt: use at least 2.")
+        raise ExampleError(f"max_prompt_tokens={limit} leaves nothing of a prompt: use at least 2.")
     ids = tokenizer(example.context + example.question, verbose=False)["input_ids"]
     if len(ids) <= limit:
         return example.context, example.question, 0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from evals.base import Example
-from harness.prompts.prompt import Prompt, PromptError, Tokenizer, tokenize, tokens_after
+from harness.prompts.prompt import ExampleError, Prompt, Tokenizer, tokenize, tokens_after
 
 TAIL = 400  # characters at the end of a prompt that decide how the text after it splits into tokens
 
@@ -51,14 +51,14 @@ def forced_ids(example: Example, prompt: Prompt, tokenizer: Tokenizer) -> tuple[
     if not example.teacher_forced:
         return ()
     if len(example.references) != 1 or not example.references[0]:
-        raise PromptError(f"{example.id} is teacher-forced and has no text to feed: give it exactly one reference.")
+        raise ExampleError(f"{example.id} is teacher-forced and has no text to feed: give it exactly one reference.")
     return _after(prompt, example.references[0], tokenizer)
 
 
 def choices_ids(example: Example, prompt: Prompt, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of each of the example's choices as they follow the prompt in one text."""
     if not all(example.choices):
-        raise PromptError(f"{example.id} has a choice without text, which has no likelihood: leave it out.")
+        raise ExampleError(f"{example.id} has a choice without text, which has no likelihood: leave it out.")
     return tuple(_after(prompt, choice, tokenizer) for choice in example.choices)
 
 

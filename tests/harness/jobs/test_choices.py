@@ -16,7 +16,7 @@ from harness.engine.attach import attached
 from harness.engine.engine import Engine
 from harness.jobs.evaluate import evaluate
 from harness.jobs.job import Job
-from harness.prompts.prompt import PromptError
+from harness.prompts.prompt import ExampleError
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O
@@ -117,5 +117,5 @@ def test_however_it_is_run(tmp_path: Path, changes: dict[str, Any]) -> None:
 
 
 def test_a_choice_without_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PromptError, match="colour-0 has"):
+    with pytest.raises(ExampleError, match="colour-0 has"):
         run(tmp_path, PQ, Colours(choices=("red", "")), budget=0.3)

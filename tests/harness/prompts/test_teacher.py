@@ -19,7 +19,7 @@ from harness.engine.engine import Engine
 from harness.engine.sampling import Greedy, MinLength
 from harness.jobs import job
 from harness.jobs.evaluate import evaluate
-from harness.prompts.prompt import PromptError, render
+from harness.prompts.prompt import ExampleError, render
 from harness.prompts.stops import StopRule
 from harness.prompts.teacher import Forced, forced_ids
 from harness.results.run_folder import StoredRun
@@ -83,7 +83,7 @@ def test_the_reference_is_tokenised_as_it_follows_the_prompt() -> None:
     ids = forced_ids(example, render(example, tokenizer, chat="template"), tokenizer)
     assert tokenizer.decode(ids) == " three"
     empty = Example(id="e", group="g", context="x", references=(), max_new_tokens=9, teacher_forced=True)
-    with pytest.raises(PromptError, match="exactly one reference"):
+    with pytest.raises(ExampleError, match="exactly one reference"):
         forced_ids(empty, render(example, tokenizer, chat="template"), tokenizer)
 
 
