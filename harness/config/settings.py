@@ -245,7 +245,7 @@ class Settings:
         if self.questions == "shared" and self.protocol != "context":
             yield "questions=shared seals a context before its questions: set protocol=context as well."
         if self.thinks and self.chat == "none":
-            yield f"thinking={self.thinking} is asked for by the chat template: leave chat=none out."
+            yield f"thinking={self.thinking} needs the chat template, which chat=none leaves out: set one of them."
         if self.thinks and self.generation.force_length:
             yield f"generation.force_length leaves out where a thought ends: leave thinking={self.thinking} out."
         if not self.generation.temperature and (self.generation.top_k, self.generation.top_p) != (0, 1):

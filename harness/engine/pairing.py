@@ -86,7 +86,7 @@ def _turned(attention: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor
     """Return x [1 1 P D] as the file that defines `attention` rotates queries, or None if it has no
     function for that. A model that hands this function only the channels that turn gets those."""
     files = (sys.modules.get(kind.__module__) for kind in type(attention).__mro__)
-    apply: Any = next((found for file in files if (found := getattr(file, FUNCTION, None)) is not None), None)
+    apply: Any = next((getattr(file, FUNCTION) for file in files if hasattr(file, FUNCTION)), None)
     if apply is None:
         return None
     for width in (x.shape[-1], cos.shape[-1]):

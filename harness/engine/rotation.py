@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from harness.models.base import ORIGINAL
 from kernels.rope import table_bytes
 
 KINDS = ("dynamic", "longrope")
-BORDER = "original_max_position_embeddings"  # transformers' name for LongRoPE's original length
 REMEMBERED = 64  # lengths whose frequencies are kept at a time
 AT_ONCE = 8192  # positions whose cos and sin are computed at a time for a table
 
@@ -65,7 +65,7 @@ class TextRotary(nn.Module):
             if "dynamic" in kind:
                 reached = max(reached, tokens if tokens > self.own.original_max_seq_len else 0)
             elif kind == "longrope":
-                border = own[BORDER]
+                border = own[ORIGINAL]
                 reached = max(reached, border + 1 if tokens > border else 0)
         return reached
 
@@ -127,8 +127,8 @@ def text_rotary(model: PreTrainedModel) -> TextRotary | None:
         return None
     kind: Any = type(model)
     prepare = unwrap(kind.prepare_inputs_for_generation)  # which drops the cache in classes like Phi-3's
-    drops = kinds == "longrope" and BORDER in prepare.__code__.co_names
-    return TextRotary(rotary, getattr(model.config, BORDER) if drops else None)
+    drops = kinds == "longrope" and ORIGINAL in prepare.__code__.co_names
+    return TextRotary(rotary, getattr(model.config, ORIGINAL) if drops else None)
 
 
 def rotation_table(rotary: nn.Module, positions: int, like: Tensor) -> Tensor | None:

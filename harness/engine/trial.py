@@ -66,7 +66,7 @@ def _looks_ahead(rotary: Any, places: Sequence[int]) -> bool:
     for kind in getattr(rotary, "layer_types", None) or [None]:
         more = () if kind is None else (kind,)
         alone, among = (plain(rotary, like, part, *more) for part in (asked[:, 1:2], asked))
-        if not all(_alike(one, several[:, 1:2]) for one, several in zip(alone, among, strict=True)):
+        if not all(_alike(own, all_at_once[:, 1:2]) for own, all_at_once in zip(alone, among, strict=True)):
             return True
     return False
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Weights = Literal["embedded", "hub", "local", "random"]
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 WINDOW = "max_position_embeddings"  # transformers' name for the longest text that a model was trained with
+ORIGINAL = "original_max_position_embeddings"  # transformers' name for the window before its rotation was stretched
 STRETCHED = "stretched_window"  # our name in a config for the longest text for which `model.rope` changes the rotation
 SLIDING, WHOLE = "sliding_attention", "full_attention"  # transformers' names for kinds of layers
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

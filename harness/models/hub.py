@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evals.data import value_of
-from harness.models.base import WINDOW, Identity, ModelError, ModelSource, Quantised, no_window
+from harness.models.base import WHOLE, WINDOW, Identity, ModelError, ModelSource, Quantised, no_window
 from harness.models.quantised import check_scales, check_scheme, complete, loading, quantisation, quantised
 from harness.models.rope import checked, identified, stretched
 from harness.models.snapshots import fingerprint, has_weights, headers, snapshot
@@ -262,7 +262,7 @@ def _check_class(config: Mapping[str, Any], name: str) -> None:
 def _check_one_base(config: Mapping[str, Any], rope: Mapping[str, Any], name: str) -> None:
     """Raise `ModelError` if a config names two different bases of the rotation (`rope_theta`), of
     which transformers would silently take one."""
-    outer, whole = config.get("rope_theta"), rope.get("full_attention")
+    outer, whole = config.get("rope_theta"), rope.get(WHOLE)
     inner = (whole if isinstance(whole, Mapping) else rope).get("rope_theta")
     if None not in (outer, inner) and outer != inner:
         raise ModelError(

@@ -13,12 +13,11 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from evals.data import misfit
-from harness.models.base import STRETCHED, WHOLE, WINDOW, Identity, ModelError, full_rotation, no_window
+from harness.models.base import ORIGINAL, STRETCHED, WHOLE, WINDOW, Identity, ModelError, full_rotation, no_window
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-ORIGINAL = "original_max_position_embeddings"  # transformers' name for the length that a rotation was trained for
 _FACTOR, _MORE = "a number above 0", {"rope_theta?": "a number above 0"}
 _ORIGINAL = {f"{ORIGINAL}?": "a whole number above 0", **_MORE}
 KEYS: Mapping[str, Mapping[str, Any]] = {  # what each rotation takes; a "?" marks what may be left out

@@ -187,7 +187,7 @@ def test_a_thought_takes_what_the_window_leaves(models: dict[str, HuggingFace]) 
     [
         ("none", Key(), {"thinking": "on"}, "knows no thoughts: set thinking=off"),
         ("harmony", Key(), {"thinking": "0"}, "thinking=0 is unknown"),
-        ("harmony", Key(), {"thinking": "on", "chat": "none"}, "leave chat=none out"),
+        ("harmony", Key(), {"thinking": "on", "chat": "none"}, "chat=none leaves out"),
         ("harmony", Key(), {"thinking": "on", "generation": GenerationSettings(force_length=True)}, "force_length"),
         ("harmony", Key("Answer:"), {"thinking": "9", "fidelity": 1}, "set fidelity=0"),
         ("harmony", Key(further=(Turn("And?", ("7",)),)), {"thinking": "on"}, "has several turns"),
