@@ -6,8 +6,8 @@ A table stands between a marker and `<!-- end -->`; everything else on a page is
   the named methods only.
 - `<!-- headline of NAME -->` shows scores, likelihoods and bytes of NAME, reads of NAME_read and times of NAME_times,
   which have the same methods. NAME_floor has Full alone, in other arithmetic.
-- `<!-- families of NAME -->` shows which method runs on which family of models, from results/published/NAME.csv, which
-  `make families` writes; why a method is refused stands below.
+- `<!-- families of NAME -->` shows which methods are refused on which families of models, and why, from
+  results/published/NAME.csv, which `make families` writes.
 - `<!-- decode of NAME... -->`, with `: METHOD...` or without, shows results of `bench decode`, a length each, from
   results/published/bench/NAME.json.
 """
@@ -101,13 +101,15 @@ def listing(names: Sequence[str], methods: Sequence[str] = ()) -> str:
 
 
 def families(name: str) -> str:
-    """Return a Markdown table with a row per family of models and a column per method, from the CSV
-    file of this name, and below it the reasons for which methods are refused, numbered."""
-    cells = pd.read_csv(PUBLISHED.parent / f"{name}.csv").astype(str)
-    reasons = [reason for reason in pd.unique(cells.iloc[:, 1:].to_numpy().ravel()) if reason != "runs"]
-    numbers = {reason: f"[{number}]" for number, reason in enumerate(reasons, 1)}
-    notes = "".join(f"\n{number} {reason}\n" for reason, number in numbers.items())
-    return _markdown(cells.replace(numbers), len(cells.columns)) + notes
+    """Return a Markdown table from the CSV file of this name: in one row the families of models on
+    which the same methods are refused, for the same reasons."""
+    cells = pd.read_csv(PUBLISHED.parent / f"{name}.csv", index_col="family").astype(str)
+    alike: dict[str, list[str]] = {}
+    for family, results in cells.iterrows():
+        refused = "; ".join(f"{method}: {result}" for method, result in results.items() if result != "runs")
+        alike.setdefault(refused or "none", []).append(str(family))
+    rows = [("; ".join(named), refused) for refused, named in alike.items()]
+    return _markdown(pd.DataFrame(rows, columns=["families", "refused methods"]), 2)
 
 
 def decode(names: Sequence[str], methods: Sequence[str] = ()) -> str:

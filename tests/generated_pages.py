@@ -71,7 +71,7 @@ What must be known before two of them are compared, with the defaults of conf/me
 
 The rows "as in released code" say what its authors' code does alike, and
 [how that is measured](comparison.md#held-against-released-code)."""
-OPERATIONS_HEAD = ("operation", "backends, in the order in which they are tried")
+OPERATIONS_HEAD = ("backends, in the order in which they are tried", "operations")
 EXPERIMENTS_HEAD = ("experiment", "what", "made by", "small variant")
 
 
@@ -160,8 +160,10 @@ def _small_cost(one: Experiment, found: Mapping[str, Experiment]) -> str:
 
 
 def operations_table() -> str:
-    """Return the table of operations in docs/kernels.md."""
-    return table(OPERATIONS_HEAD, [(code(op.name), ", ".join(op.targets)) for op in ops.ALL])
+    """Return the table in docs/kernels.md: the operations that have the same backends, in one row."""
+    backends = dict.fromkeys(", ".join(op.targets) for op in ops.ALL)
+    named = {row: ", ".join(code(op.name) for op in ops.ALL if ", ".join(op.targets) == row) for row in backends}
+    return table(OPERATIONS_HEAD, named.items())
 
 
 def written_into(name: str) -> tuple[str, str]:
