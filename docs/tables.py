@@ -71,7 +71,7 @@ def filled(page: str) -> str:
             text = headline(names) if kind == "headline" else families(names)
         else:
             text = (decode if kind == "decode" else listing)(names.split(), chosen)
-        return f"{head}\n{text}\n{end}"
+        return f"{head}\n{text.rstrip()}\n\n{end}"
 
     return MARKED.sub(table, page)
 

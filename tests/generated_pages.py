@@ -44,6 +44,7 @@ COMMANDS = {
     "doctor": "looks at versions, memory, disk and kernels; `--model` runs a needle with a known answer",
 }
 COMPARED = ("prefill", "rule", "unit", "group_rule", "dense_layers", "sinks", "window")  # columns of the table
+NONE = ("none", "nothing")  # facts that have no row
 SETTINGS_TITLE = f"""# Commands and settings
 
 Written by `{COMMAND}`: change the comments in conf/, not this page.
@@ -70,7 +71,8 @@ What must be known before two of them are compared, with the defaults of conf/me
 `{COMMAND}`; change the comments in a method's yaml, its card among them, not this page.
 
 The rows "as in released code" say what its authors' code does alike, and
-[how that is measured](comparison.md#held-against-released-code)."""
+[how that is measured](comparison.md#held-against-released-code). A method whose card has no row "on host", "index cost"
+or "deviations" has none of it."""
 OPERATIONS_HEAD = ("backends, in the order in which they are tried", "operations")
 EXPERIMENTS_HEAD = ("experiment", "what", "made by", "small variant")
 
@@ -110,7 +112,7 @@ def _comparison(methods: Sequence[Entry]) -> str:
 
 
 def _section(entry: Entry, presets: Sequence[Entry]) -> str:
-    facts = [(_words(name), text) for name, text in entry.facts().items() if name not in COMPARED]
+    facts = [(_words(name), text) for name, text in entry.facts().items() if name not in COMPARED and text not in NONE]
     parameters = [(code(given), meaning) for given, meaning in parameters_of(entry)]
     changed = [(code(f"method={preset.name}"), preset.headline) for preset in presets]
     released = [_beside_released(row) for row in stored() if row["method"] == entry.name]

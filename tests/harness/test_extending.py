@@ -61,9 +61,9 @@ def test_a_method(tmp_path: Path, files: tuple[str, str]) -> None:
     assert ("method.offset=0" in listed.out) == ("offset" in files[1])
 
 
-@pytest.mark.parametrize("words", [["method=unlike"], ["method=blocks"], ["method=blocks", "placement=host"]])
-def test_a_method_that_scores_and_one_that_selects(cli: Cli, package: Path, words: list[str]) -> None:
-    """They keep their budget to the token, and are Full where it covers the prompt."""
+@pytest.mark.parametrize("words", [["method=blocks"], ["method=blocks", "placement=host"]])
+def test_a_method_that_selects(cli: Cli, package: Path, words: list[str]) -> None:
+    """It keeps its budget to the token, and is Full where it covers the prompt."""
     settings = [f"results.root={package / 'runs'}", f"--config-dir={package / 'conf'}"]
     for budget in ("0.25", "1.0"):
         code, _, err = cli(*words, f"budget={budget}", *MODEL_ARGS, *TASK_ARGS, *settings)

@@ -3,18 +3,9 @@
 
 `press` names a class of kvpress, or the import path of a user's own, and its parameters; presses
 that take another press take a mapping of the same form:
-`method=kvpress method.press='{name: AdaKVPress, press: {name: ExpectedAttentionPress}}'`. A fresh
-press is made for every cache. When a layer's prompt is complete, the press's own `forward_hook` runs
-on the model's attention module with all keys and values of the prompt, and what it leaves of them is
-stored. Its ratio is set so that it keeps the budget.
-
-Keys that a press masks (AdaKVPress) leave, and every head gets a store of its own. Rows that a
-press changes (ThinKPress, KeyRerotationPress, MergingPress) are stored as it leaves them. A press
-compresses the first prompt of a conversation; later turns stay whole. Random numbers are drawn from
-a seed of each layer's own.
-
-kvpress is installed without its dependencies, because it requires another release of transformers:
-`pip install --no-deps kvpress==0.5.5 'cachetools<6' fire termcolor`.
+`method=kvpress method.press='{name: AdaKVPress, press: {name: ExpectedAttentionPress}}'`. Its ratio
+is set so that it keeps the budget. What else is done with a press, and how kvpress is installed, is in
+docs/loops.md.
 """
 
 from __future__ import annotations
