@@ -155,6 +155,7 @@ AVERAGES = {
     "effective_length": "the longest prompts, in tokens, that score above RULER's threshold",
     "avg_leaderboard": "LongBench's leaderboard: mean over its six categories",
     "perplexity": "of all windows or replies together",
+    "boxed_share": "share of the outputs that have an answer in a box",
 }
 
 

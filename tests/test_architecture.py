@@ -23,7 +23,7 @@ ALLOWED = {
     "methods": {"methods", "kernels", "torch"},
     "evals": {
         "evals", "numpy", "scipy", "huggingface_hub", "pyarrow", "rouge", "rapidfuzz", "jieba",
-        "wonderwords", "tokenizers", "lm_eval", "jinja2",
+        "wonderwords", "tokenizers", "lm_eval", "jinja2", "math_verify",
     },
 }  # fmt: skip
 # room of the harness -> rooms that it may import, itself apart; a folder of a room may have an entry of its own

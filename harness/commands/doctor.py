@@ -25,7 +25,7 @@ from kernels import toolchain
 from kernels.temporary import TemporaryFolder
 
 NEEDED = ("torch", "transformers", "hydra-core", "gguf", "numpy", "scipy", "pandas", "matplotlib", "wonderwords")
-OPTIONAL = ("triton", "wandb", "jieba")
+OPTIONAL = ("triton", "wandb", "jieba", "math-verify")
 GIB = 2**30
 
 

@@ -58,6 +58,7 @@ RANGES = {
     "generation.temperature": Range(least=0, hint="which is greedy; 1 samples"),
     "generation.top_p": Range(above=0, most=1),
     "generation.max_new_tokens": FROM_1,
+    "generation.samples": FROM_1,
 }
 PATHS = ("data.root", "results.root", "store.folder")
 # what changes neither an output nor a measured cost, and so is no part of a run's identity
@@ -85,6 +86,7 @@ class GenerationSettings:
     top_p: float = 1.0
     max_new_tokens: int | None = None  # in place of the task's
     force_length: bool = False  # ignore EOS and stop strings: for speed claims
+    samples: int = 1  # answers to each question, each with a seed of its own
 
 
 @dataclass
@@ -250,6 +252,11 @@ class Settings:
             yield f"generation.force_length leaves out where a thought ends: leave thinking={self.thinking} out."
         if not self.generation.temperature and (self.generation.top_k, self.generation.top_p) != (0, 1):
             yield "Greedy decoding ignores top_k and top_p: set generation.temperature above 0 as well."
+        if self.generation.samples > 1 and not self.generation.temperature:
+            yield (
+                f"generation.samples={self.generation.samples} asks a question several times, and greedy decoding "
+                "answers the same each time: set generation.temperature above 0 as well."
+            )
 
     def _clashes_of_conversations(self) -> Iterator[str]:
         """Yield a sentence, with the remedy, for each combination of settings about conversations

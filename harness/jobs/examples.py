@@ -236,12 +236,25 @@ def itemised(examples: Iterable[Example], tokenizer: Tokenizer, settings: Settin
             left_out.append(_skipped(item, side, window))
             continue
         _refuse(shorter)
-        items.append(shorter)
+        items.extend(_samples(shorter, settings.generation.samples))
     if not items:
         advice = "The task has no examples: see its parameters with `python -m harness.list`."
         raise LintError(f"Every example is left out: {left_out[0].why}.") if left_out else SettingsError(advice)
     _refuse_twins(items)
     return Prompts(_cut_alike(items, make, side, window), left_out)
+
+
+def _samples(item: PreparedExample, count: int) -> Iterator[PreparedExample]:
+    """Yield the example `count` times, each time under an id of its own, from which its seed is made. Statistics
+    count them as one. An example whose answer is fed is yielded once, as it is."""
+    if count == 1 or item.given:
+        yield item
+        return
+    for number in range(1, count + 1):
+        name, unit = f"{item.example.id}/sample {number}", item.example.unit or item.example.id
+        example = replace(item.example, id=name, unit=unit)
+        turns = zip(item.further, example.turns[1:], strict=True)
+        yield replace(item, example=example, further=tuple(replace(turn, example=asked) for turn, asked in turns))
 
 
 def _fitted(item: PreparedExample, make: Make, side: str, window: int) -> PreparedExample | None:

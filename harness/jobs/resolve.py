@@ -232,7 +232,7 @@ def _notes_here(settings: Settings, task: Task, items: Sequence[PreparedExample]
     usual, wanted = Settings(), settings.generation
     turns = [turn for item in items for turn in item.turns]
     given = all(turn.given for turn in turns)
-    for name in ("temperature", "top_k", "top_p", "force_length"):
+    for name in ("temperature", "top_k", "top_p", "force_length", "samples"):
         if given and getattr(wanted, name) != getattr(usual.generation, name):
             yield f"generation.{name} changes nothing here: all that is answered is given"
     if settings.seed != usual.seed and not task.seeded and (given or not wanted.temperature):

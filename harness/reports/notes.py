@@ -133,7 +133,14 @@ def _of_questions(entries: Sequence[ReportRow]) -> Iterator[str]:
                 "per second include them"
             )
     texts = {len({r.independent for r in e.run.records}) for e in entries if any(r.unit for r in e.run.records)}
+    drawn = {(e.run.config.get("generation") or {}).get("samples", 1) for e in entries}
     for count in sorted(texts):
+        if drawn != {1}:
+            yield (
+                f"pass@1: the mean over {max(drawn)} answers drawn to each question, which are not independent: "
+                f"intervals and p count those to each of {count} questions as one"
+            )
+            continue
         yield f"questions on one text are not independent: intervals and p count those on each of {count} texts as one"
     if any(entry.summary["ttft_later_s"]["p50"] is not None for entry in entries):
         yield "TTFT: with the prefill; TTFT later: of further turns, or questions on one context, from their own start"

@@ -427,7 +427,8 @@ def combination(run: StoredRun) -> str:
 
 def _settings(run: StoredRun) -> str:
     usual = recorded_defaults()
-    return files.canonical({name: run.config.get(name, usual.get(name)) for name in ONE_TABLE})
+    known = {name: run.config.get(name, usual.get(name)) for name in ONE_TABLE}
+    return files.canonical(known | {"generation": usual["generation"] | known["generation"]})  # older runs lack keys
 
 
 def method_of(run: StoredRun) -> str:

@@ -84,6 +84,7 @@ OTHERS: dict[str, Other] = {
     "generation.top_p": Other(0.5, {"generation.temperature": 0.7}),
     "generation.max_new_tokens": Other(4),
     "generation.force_length": Other(True),
+    "generation.samples": Other(3, {"generation.temperature": 0.7}),
     "data.root": Other("."),
     "results.root": Other("elsewhere"),
     "results.save_prompts": Other(True),

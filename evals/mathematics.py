@@ -1,0 +1,175 @@
+"""Asks competition mathematics, whose answers are long: MATH-500 (arXiv:2305.20050) and the AIME of 2024 to
+2026. The final answer is judged by math-verify, which compares values, not texts."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from evals.base import Example, Score, Task, TaskEnv, TaskError
+from evals.data import Source, open_rows, require
+
+FIELDS = {"problem": "text that is not blank", "answer": "text that is not blank or a whole number"}
+PROMPTS = {
+    # as the model cards of DeepSeek-R1 and Qwen3 ask for it
+    "boxed": "{problem}\nPlease reason step by step, and put your final answer within \\boxed{}.",
+    # of R-KV's released script, HuggingFace/run_math.py of github.com/Zefan-Cai/R-KV
+    "rkv": "You are given a math problem.\n\nProblem: {problem}\n\n You need to solve the problem step by step. "
+    "First, you need to provide the chain-of-thought, then provide the final answer.\n\n Provide the final answer in "
+    "the format: Final answer:  \\boxed{}",
+}
+
+
+class ProblemSet(NamedTuple):
+    """Hold where a set of problems lies on the hub, and how many tokens an answer may have: those that R-KV's
+    released script gives to prompt and answer together."""
+
+    repo: str
+    file: str
+    revision: str
+    max_new_tokens: int
+
+
+SETS = {
+    "math500": ProblemSet("HuggingFaceH4/MATH-500", "test.jsonl", "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be", 16384),
+    "aime24": ProblemSet(
+        "HuggingFaceH4/aime_2024",
+        "data/train-00000-of-00001.parquet",
+        "2fe88a2f1091d5048c0f36abc874fb997b3dd99a",
+        32768,
+    ),
+    "aime25": ProblemSet("math-ai/aime25", "test.jsonl", "563bb8404243c5f09de6ec262f2db674fe5bce9b", 32768),
+    "aime26": ProblemSet("math-ai/aime26", "aime2026.jsonl", "79037aebdb6580008fb960d17cb21fd3099083e3", 32768),
+}
+
+
+@dataclass(frozen=True)
+class Mathematics(Task):
+    """Ask the problems of one or several sets (SETS), each with the words of `prompt` around it. An answer is
+    right if its last box holds the value of the set's answer (`judge`)."""
+
+    version: ClassVar[str] = "1"
+    seeded: ClassVar[bool] = False
+    metric: ClassVar[str] = "accuracy"
+
+    sets: str | Sequence[str] = "math500"
+    prompt: str = "boxed"
+    samples: int | None = None
+    max_new_tokens: int | None = None
+    _opened: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in self.names():
+            if name not in SETS:
+                raise TaskError(f"task.sets={name} is unknown: choose from {', '.join(SETS)}")
+        if not self.names():
+            raise TaskError(f"task.sets is empty: choose from {', '.join(SETS)}")
+        if self.prompt not in PROMPTS:
+            raise TaskError(f"task.prompt={self.prompt} is unknown: choose one of {', '.join(PROMPTS)}")
+        for key in ("samples", "max_new_tokens"):
+            if (value := getattr(self, key)) is not None and value < 1:
+                raise TaskError(f"task.{key}={value} leaves nothing: give 1 or more, or null")
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the chosen sets, each once."""
+        return tuple(dict.fromkeys([self.sets] if isinstance(self.sets, str) else self.sets))
+
+    def require(self, data_root: Path | None) -> None:
+        _require_math_verify()
+        require(map(_source, self.names()), data_root)
+
+    def examples(self, env: TaskEnv) -> Iterator[Example]:
+        for name in self.names():
+            opened = open_rows(_source(name), env, FIELDS)
+            self._opened[name] = opened.provenance
+            for index, row in enumerate(opened.rows[: self.samples]):
+                yield Example(
+                    id=f"{name}-{index}",
+                    group=name,
+                    context=PROMPTS[self.prompt].replace("{problem}", row["problem"]),
+                    references=(str(row["answer"]),),
+                    max_new_tokens=self.max_new_tokens or SETS[name].max_new_tokens,
+                    data={key: row[key] for key in ("subject", "level") if row.get(key) is not None},
+                )
+
+    def score(self, example: Example, output: str) -> Score:
+        right, answer = judge(example.references[0], output)
+        return Score(float(right), {"boxed_share": float(last_box(output) is not None), "answer": answer})
+
+    def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Return `mean`, and `boxed_share`, the share of outputs with an answer in a box."""
+        return super().averages(groups) | {
+            name: details[name] for name in ("boxed_share",) if details and name in details
+        }
+
+    def provenance(self) -> dict[str, Any]:
+        return dict(self._opened) | ({"math_verify": version("math-verify")} if has_math_verify() else {})
+
+
+def judge(right: str, output: str) -> tuple[bool, str]:
+    """Return whether an output gives the answer `right`, and the text that was taken for its answer.
+
+    The answer is what the last `\\boxed{}` holds. Without a box it is what follows words such as "the answer is";
+    another number at the end of an output that was cut off is no answer. Values are compared by math-verify, with
+    intervals and the inequalities that say the same taken as equal; `%` is left out on both sides, as MATH's own
+    grader does."""
+    _require_math_verify()
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # a comparison that takes too long is no message
+    in_words = (LatexExtractionConfig(try_extract_without_anchor=False), ExprExtractionConfig(False))
+    box = last_box(output)
+    wanted = parse(_boxed(right), (LatexExtractionConfig(),))
+    given = parse(output, in_words) if box is None else parse(_boxed(box), (LatexExtractionConfig(),))
+    answer = box if box is not None else next((part for part in reversed(given) if isinstance(part, str)), "")
+    return bool(verify(wanted, given, allow_set_relation_comp=True)), answer
+
+
+def last_box(output: str) -> str | None:
+    """Return what the last whole `\\boxed{...}` of an output holds; None without one.
+
+    >>> last_box(r"\\boxed{4}, no: $\\boxed{\\frac{1}{2}}$")
+    '\\\\frac{1}{2}'
+    """
+    opened = list[int | None]()  # where the content of each open brace begins, if it is the brace of a box
+    last: str | None = None
+    for brace in re.finditer(r"\\[{}]|\\boxed\s*\{|[{}]", output):
+        if brace[0] == "}" and opened:
+            start = opened.pop()
+            last = last if start is None else output[start : brace.start()]
+        elif brace[0].endswith("{") and brace[0] != "\\{":
+            opened.append(brace.end() if brace[0] != "{" else None)
+    return last
+
+
+def _boxed(answer: str) -> str:
+    return "\\boxed{" + answer.replace("\\%", "").replace("%", "") + "}"
+
+
+def has_math_verify() -> bool:
+    """Return True if math-verify, which judges answers, is installed."""
+    return importlib.util.find_spec("math_verify") is not None
+
+
+def _require_math_verify() -> None:
+    """Raise `TaskError`, which says how to install it, if math-verify is missing."""
+    if not has_math_verify():
+        raise TaskError("task=math judges answers with math-verify, which is missing: pip install 'kv-harness[math]'")
+
+
+def _source(name: str) -> Source:
+    repo, file, revision, _ = SETS[name]
+    folder = repo.rpartition("/")[2]
+    return Source(
+        name=f"math/{name}",
+        local=(f"{folder}/{file}", f"math/{name}.jsonl", f"math/{name}.parquet"),
+        hub_repo=repo,
+        hub_file=file,
+        hub_revision=revision,
+    )
