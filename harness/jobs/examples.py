@@ -27,7 +27,7 @@ from harness.prompts.prompt import (
 )
 from harness.prompts.prompt_lint import Finding, lint
 from harness.prompts.teacher import choices_ids, forced_ids
-from harness.prompts.thinking import MOST, SPACE, ThinkingTokenizer, Thought
+from harness.prompts.thinking import HARMONY, KINDS, MOST, SPACE, ThinkingTokenizer, Thought
 from harness.results.files import canonical
 from harness.results.records import FailedExample, SkippedExample
 from harness.terminal.notices import alike, say_once
@@ -208,10 +208,15 @@ def _asked(tokenizer: Tokenizer, settings: Settings) -> Tokenizer:
     """Return the tokenizer with a chat template that has the model think or not, as
     `settings.thinking` says. Raise `SettingsError` if the model is to think and cannot."""
     asked: Any = ThinkingTokenizer(tokenizer, settings.template_kwargs or {}, on=settings.thinks)
-    if settings.thinks and asked.thinking is None:
+    known, why = asked.thinking, ""
+    if known is None:
+        why = f"knows no thoughts that end in {', '.join(kind.end for kind in (*KINDS, HARMONY))}"
+    elif known.wrapped:
+        why = f"has it write {known.wrapped} before its answers, which would be scored with it"
+    if settings.thinks and why:
         raise SettingsError(
-            f"thinking={settings.thinking} needs a model that thinks, and this one's chat template knows no thoughts: "
-            "set thinking=off, or choose a reasoning model."
+            f"thinking={settings.thinking} needs a model that thinks, and this one's chat template {why}: set "
+            "thinking=off, or choose another reasoning model."
         )
     given: Tokenizer = asked
     return given

@@ -208,6 +208,8 @@ def resolve_for_examples(resolved: Resolved, task: Task, prompts: Prompts, info:
     if settings.too_long != Settings.too_long and not prompts.any_too_long:
         say_once(f"too_long={settings.too_long} changes nothing here: every example fits the model's window")
         settings = replace(settings, too_long=Settings.too_long)
+    if settings.thinks and not any(turn.thought for turn in turns):
+        settings = replace(settings, thinking=Settings.thinking)  # the note is said
     if settings.questions == "shared" and all(len(group) == 1 for group in by_context(items)):
         say_once("questions=shared changes nothing here: no two examples have the same context")
         settings = replace(settings, questions="separate")

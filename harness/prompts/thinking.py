@@ -33,9 +33,16 @@ class Marks(NamedTuple):
     go_on: str = ""  # the token that ends a turn, but within a thought only a part of it
 
 
-KINDS = (Marks("<think>", "</think>", "\n\n"), Marks("[THINK]", "[/THINK]"))
+KINDS = (
+    Marks("<think>", "</think>", "\n\n"),
+    Marks("[THINK]", "[/THINK]"),
+    Marks("<thought>", "</thought>", "\n\n"),  # EXAONE Deep
+    Marks("<seed:think>", "</seed:think>"),  # Seed-OSS
+    Marks("<|channel>thought\n", "<channel|>"),  # Gemma 4
+)
 HARMONY = Marks("<|channel|>", "<|channel|>final<|message|>", go_on="<|end|>")
 HARMONY_TURN = "<|start|>assistant"  # the end of a prompt in gpt-oss's format: the model writes the channel's name
+WRAPPED = ("<response>", "<answer>")  # marks around the answer of Granite 3.3 and of Hunyuan, which nothing takes out
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,7 @@ class Thinking:
     opened: bool  # the template itself writes the opening mark at the end of a prompt
     empty: str  # makes an empty thought after a prompt that asks for one
     closing: str  # ends the thought that the template opens although it was asked not to; usually empty
+    wrapped: str = ""  # the mark with which the answer behind a thought begins, one of WRAPPED; usually none
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, keywords: Keywords = NO_KEYWORDS) -> Thinking | None:
@@ -61,7 +69,8 @@ class Thinking:
             if opened or closed or marks.end in str(tokenizer.chat_template):  # templates cut thoughts out of answers
                 block = off.rpartition(on)[2] if closed and on.strip() else ""  # the template's own
                 empty = _closing(on, marks) or block or marks.opening + marks.white + marks.end + marks.white
-                return cls(marks, opened, empty, _closing(off, marks))
+                wrapped = next((mark for mark in WRAPPED if mark in str(tokenizer.chat_template)), "")
+                return cls(marks, opened, empty, _closing(off, marks), wrapped)
         return None
 
     @property

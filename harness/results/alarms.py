@@ -33,7 +33,7 @@ MEANINGS = {  # what a kind of alarm says of the rows that it counts, the most i
 HARDWARE = ("cpu", "device_name", "cpus_usable", "memory_bytes")  # what tells machines apart
 MIN_WRONG_TOKENS = 100  # of answers that are not fully right; right answers are alike whoever gives them
 NEAR = 0.1  # a Full this close to guessing leaves no room to lose
-THOUGHT = ("<think>", "[THINK]")  # how models begin to think before they answer
+THOUGHT = ("<think>", "[THINK]", "<thought>", "<seed:think>")  # how models begin to think before they answer
 SAME_HOURS = timedelta(hours=1)  # in which a machine is about as fast
 MARGIN, MARGIN_SHARE = 0.5, 0.1  # load that the system makes by itself: of a CPU, or a share of them where that is more
 
@@ -240,6 +240,9 @@ def warnings(
         ],
         "begin with a thought although thinking=off, and are scored with it: set thinking=on": [
             record.thought_tokens is None and record.output.lstrip().startswith(THOUGHT) for record in records
+        ],
+        "begin with a second thought behind the first, and are scored with it": [
+            record.thought_tokens is not None and record.output.lstrip().startswith(THOUGHT) for record in records
         ],
         "ran into the token limit": [any(reply.stop == "length" for reply in record.replies) for record in records],
     }

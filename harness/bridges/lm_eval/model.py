@@ -146,15 +146,18 @@ class KVHarnessLM(TemplateLM):
         """Set whether the chat template lets the model think (`enable`; None: as it is), and the
         marks of thoughts to take out of answers, which the token or text `end` gives, else the
         template. Raises `SettingsError` where these are unknown."""
-        self.enable_thinking, self.cut_thoughts = enable, 0
+        self.enable_thinking, self.cut_thoughts, self._in_template = enable, 0, False
         self.chat_tokenizer, self.marks, self._eos_ids = self.tokenizer, None, set(self.loaded.eos_ids)
         known = Thinking.of(self.tokenizer, self.template_kwargs)
         if enable is not None:
             self.chat_tokenizer = ThinkingTokenizer(self.tokenizer, self.template_kwargs, on=enable)
         if end is not None:
             self.marks = marks_ending_in(self.tokenizer.decode([int(end)]) if str(end).isdecimal() else str(end))
-        elif enable and known is None:
-            raise SettingsError("enable_thinking=True: the chat template knows no thoughts; give think_end_token.")
+        elif enable and (known is None or known.wrapped):
+            raise SettingsError(
+                "enable_thinking=True: the chat template shows no text at which a thought ends and its answer begins; "
+                "give think_end_token."
+            )
         elif enable and known is not None:
             self.marks = known.marks
         elif enable is None and known is not None and known.marks.go_on:  # ends a message alone, also a thought
@@ -223,11 +226,13 @@ class KVHarnessLM(TemplateLM):
         keywords of the chat template get another one."""
         thinking = {} if self.enable_thinking is None else {ENABLE: self.enable_thinking}
         given = {**self.template_kwargs, **thinking}
+        self._in_template = True  # lm-eval asks only under --apply_chat_template, also where it keeps the prompts
         keywords = json.dumps(given, sort_keys=True) if given else ""
         digest = f"-{hashlib.sha256(keywords.encode()).hexdigest()[:8]}" if keywords else ""
         return self.loaded.name.replace("/", "__") + digest
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        self._in_template = True
         return in_template(
             self.chat_tokenizer,
             chat_history,
@@ -253,6 +258,11 @@ class KVHarnessLM(TemplateLM):
         }
 
     def _run(self, texts: Iterator[Any], what: str, count: int, quiet: bool) -> Iterator[tuple[Any, Any]]:
+        if (self.template_kwargs or self.enable_thinking) and not self._in_template:
+            raise SettingsError(
+                "template_kwargs and enable_thinking=True are for the chat template, which lm-eval applies only with "
+                "--apply_chat_template: add it, or leave them out."
+            )
         fell_back: dict[int, str] = {}
         numbers: set[int] = set()
         with routed(self.loaded.model), tqdm(total=count, desc=f"Running {what}", disable=quiet) as bar:

@@ -56,6 +56,8 @@ def test_thoughts_are_taken_out_as_by_their_own_model(kind: str, tmp_path: Path)
 def test_stop_strings_act_behind_the_thought(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scripted(tmp_path / "model", kind)
     lm = ours(tmp_path / "model", enable_thinking=True)  # the template shows the end mark
+    with pytest.raises(SettingsError, match="only with --apply_chat_template"):
+        lm.generate_until([Instance("generate_until", {}, ("Where?", {"until": [], "max_gen_toks": 4}), 0)])
     for until in ([" stop"], [" stop", "\n\n", "\n"]):
         assert asked(lm, until) == "The key is 7"
     assert lm.get_model_info()["kv_cut_thoughts"] == 0

@@ -185,7 +185,7 @@ def test_a_thought_takes_what_the_window_leaves(models: dict[str, HuggingFace]) 
 @pytest.mark.parametrize(
     ("kind", "task", "changes", "says"),
     [
-        ("none", Key(), {"thinking": "on"}, "knows no thoughts: set thinking=off"),
+        ("none", Key(), {"thinking": "on"}, "knows no thoughts that end in </think>"),
         ("harmony", Key(), {"thinking": "0"}, "thinking=0 is unknown"),
         ("harmony", Key(), {"thinking": "on", "chat": "none"}, "chat=none leaves out"),
         ("harmony", Key(), {"thinking": "on", "generation": GenerationSettings(force_length=True)}, "force_length"),
@@ -201,12 +201,28 @@ def test_what_cannot_think_is_refused(
         Job.plan(Full(), task, models[kind], Settings(**changes))
 
 
+@pytest.mark.parametrize("mark", ["<response>", "<answer>"])
+def test_a_model_that_marks_its_answers_is_refused(
+    mark: str, models: dict[str, HuggingFace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = models["none"].tokenizer()
+    tokenizer.chat_template += f"{{# Think between <think></think>, answer behind {mark}. #}}"
+    monkeypatch.setattr(HuggingFace, "tokenizer", lambda self: tokenizer)
+    with pytest.raises(SettingsError, match=f"has it write {mark} before its answers"):
+        Job.plan(Full(), Key(), models["none"], Settings(device="cpu", thinking="on"))
+    assert Job.plan(Full(), Key(), models["none"], Settings(device="cpu")).items
+
+
 def test_what_changes_nothing_is_said(
     models: dict[str, HuggingFace], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Job.plan(Full(), Key(chat=False), models["harmony"], Settings(thinking="on"))
+    plan = Job.plan(Full(), Key(chat=False), models["harmony"], Settings(thinking="on"))
     assert "thinking=on changes nothing here" in capsys.readouterr().err
+    assert plan.folder == Job.plan(Full(), Key(chat=False), models["harmony"], Settings()).folder
     say_once.cache_clear()
     thinks = scripted(tmp_path / "model", "none", [[TURN, "<think>", "so"]])
     warnings = run(tmp_path, thinks).summary["warnings"]
     assert any("begin with a thought although thinking=off" in text for text in warnings)
+    twice = scripted(tmp_path / "twice", "empty block", [[TURN, "<think>", "\n", "so", " we", "</think>", "<think>"]])
+    warnings = run(tmp_path, twice, thinking="on").summary["warnings"]
+    assert any("begin with a second thought behind the first" in text for text in warnings)

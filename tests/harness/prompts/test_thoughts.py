@@ -35,6 +35,9 @@ EITHER = CHATML + OPENING.replace("END", BLOCK.replace("{% endif %}", "{% else %
 ONE_LINE = CHATML + OPENING.replace("END", BLOCK.replace("\n\n", ""))
 MENTIONED = CHATML.replace("{{ m.content }}", "{{ m.content.split('[/THINK]')[-1] }}") + OPENING.replace("END", "")
 SAID_TOO = ONE_LINE.replace("{{ m.content }}<|im_end|>\n", "{{ m.content }}{{ '' if enable_thinking else '/nothink' }}")
+DEEP = OPENED.replace("<think>", "<thought>")  # EXAONE Deep
+SEED = MENTIONED.replace("[/THINK]", "</seed:think>")  # Seed-OSS
+GEMMA = SWITCHED.replace(BLOCK, "{% if not enable_thinking %}<|channel>thought\n<channel|>{% endif %}")  # Gemma 4
 NEVER = CHATML + OPENING.replace("END", "<think>\n\n</think>\n\n")
 HEAD = "<|im_start|>assistant\n"
 
@@ -61,8 +64,11 @@ def prompt_end(tokenizer: Tokenizer) -> str:
         (MENTIONED, False, HEAD, HEAD, "[THINK][/THINK]"),
         (SAID_TOO, False, f"/nothink{HEAD}<think></think>", HEAD, "<think></think>"),
         (CHANNELS, False, f"<|start|>assistant{HARMONY.end}", "<|start|>assistant", HARMONY.end),
+        (DEEP, True, f"{HEAD}<thought>\n\n</thought>\n\n", f"{HEAD}<thought>\n", "\n</thought>\n\n"),
+        (SEED, False, HEAD, HEAD, "<seed:think></seed:think>"),
+        (GEMMA, False, f"{HEAD}<|channel>thought\n<channel|>", HEAD, "<|channel>thought\n<channel|>"),
     ],
-    ids=["switched", "opened", "either", "in one line", "mentioned", "said too", "harmony"],
+    ids=["switched", "opened", "either", "in one line", "mentioned", "said too", "harmony", "deep", "seed", "gemma"],
 )  # fmt: skip
 def test_the_template_says_how_a_model_thinks(template: str, opened: bool, off: str, on: str, empty: str) -> None:
     tokenizer = with_template(template)
@@ -131,6 +137,9 @@ def test_a_thought_ends_where_its_mark_ends() -> None:
     assert answered(f"{whole}It is 7.<|im_end|>", [], HARMONY) == ("eos", whole, "It is 7.")
     assert answered(f"{HARMONY.end}It is 7.", ["7"], HARMONY) == ("stop_string", HARMONY.end, "It is ")
     assert answered("[THINK]a</think>b[/THINK]c<|im_end|>", [], KINDS[1]) == ("eos", "[THINK]a</think>b[/THINK]", "c")
+    for marks in KINDS:
+        thought = f"{marks.opening}We think.\n{marks.end}"
+        assert answered(f"{thought}It is 7.<|im_end|>", ["think"], marks) == ("eos", thought, "It is 7.")
     assert answered("\n<think>a</think><|im_end|>", []) == ("eos", "\n<think>a</think>", "")
     assert answered("The <think> is no thought</think> here", [" here"])[::2] == (
         "stop_string", "The <think> is no thought</think>",
