@@ -3,8 +3,9 @@ are decoded.
 
 Integer codes are written as in KIVI (kernels/quantise.py): keys share a range per channel over a
 block of tokens, values over neighbouring channels of a token. Other codes are floats of 8 bits,
-with a scale for each token's key and value. Compiled backends decode in registers, so that only
-codes are read from memory. Products and sums run in fp32."""
+with a scale for each token's key and value, or numbers of levels, with a norm for each
+(kernels/levels.py). Compiled backends decode in registers, so that only codes are read from memory;
+levels are decoded in plain torch. Products and sums run in fp32."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops
+from kernels.levels import CodedLevels
 from kernels.per_sequence import PerSequence
 from kernels.quantise import dequantise, from_float8
 from kernels.ragged import Ragged, by_sequence
@@ -92,7 +94,7 @@ class CodedFloats(NamedTuple):
         return from_float8(self.k, of_key, dtype), from_float8(self.v, of_value, dtype)
 
 
-Codes = Coded | CodedFloats
+Codes = Coded | CodedFloats | CodedLevels
 
 
 def _between(x: Tensor, first: int | PerSequence, end: int | PerSequence) -> Tensor:
@@ -113,7 +115,7 @@ def coded_attention(q: Tensor, segments: Sequence[Segment | Codes], scale: float
 
 def _decoded(coded: Codes, dtype: torch.dtype) -> Segment:
     """Return the keys and values of all tokens in `coded` as numbers of `dtype`."""
-    if isinstance(coded, CodedFloats):
+    if not isinstance(coded, Coded):
         return Segment(*coded.decoded(dtype))
     k_least, k_step = coded.k_range.unsqueeze(3).chunk(2, -1)
     k = dequantise(coded.k.unflatten(2, (-1, coded.block)), k_least, k_step, coded.bits, dtype).flatten(2, 3)
@@ -135,9 +137,9 @@ def decode_rows(
     and how many of them, from the first on, are not used (on the device, [1] or [B] int64).
 
     There are two indices because moved rows have an order of their own, while `k_range` stays where
-    it is. Floats (`CodedFloats`) do not use `blocks`."""
-    if isinstance(coded, CodedFloats):
-        k, v = CodedFloats(*(x if rows is None else gather_rows(x, rows) for x in coded)).decoded(dtype)
+    it is. Floats and levels do not use `blocks`."""
+    if not isinstance(coded, Coded):
+        k, v = (coded if rows is None else _picked(coded, rows)).decoded(dtype)
     elif blocks is None:
         k, v = _decoded(coded, dtype)[:2]
     else:
@@ -148,3 +150,9 @@ def decode_rows(
         exact, unused = recent
         v = torch.where(torch.arange(v.shape[2], device=v.device).view(-1, 1) < unused.view(-1, 1, 1, 1), v, exact)
     return k, v
+
+
+def _picked(coded: CodedFloats | CodedLevels, rows: Tensor) -> CodedFloats | CodedLevels:
+    """Return the codes of the tokens `rows` [B G K]."""
+    tensors = {name: x for name, x in coded._asdict().items() if isinstance(x, Tensor)}
+    return coded._replace(**{name: gather_rows(x, rows) for name, x in tensors.items()})

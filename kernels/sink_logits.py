@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels import ops
 from kernels.coded import Codes
 from kernels.reference import Segment
+from kernels.rotated import Rotated, rotate, rotate_back
 
 
 def with_sink(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> Tensor:
@@ -66,7 +67,7 @@ def windowed_attention(
 
 
 def segment_attention(
-    q: Tensor, segments: Sequence[Segment | Codes], scale: float, sink_logits: Tensor | None
+    q: Tensor, segments: Sequence[Segment | Codes | Rotated], scale: float, sink_logits: Tensor | None
 ) -> Tensor:
     """Attend from one token per sequence to the tokens of all segments, plain or coded, under one
     softmax. q [B H 1 D], sink_logits [H] or None -> [B H 1 D]"""
@@ -77,7 +78,7 @@ def segment_attention(
 
 
 def segment_attention_with_lse(
-    q: Tensor, segments: Sequence[Segment | Codes], scale: float, sink_logits: Tensor | None
+    q: Tensor, segments: Sequence[Segment | Codes | Rotated], scale: float, sink_logits: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Attend from one token per sequence to the tokens of all segments, as `segment_attention`
     does, and return the log of the sum that the softmax divides by too. -> [B H 1 D], [B H]
@@ -86,15 +87,24 @@ def segment_attention_with_lse(
     return with_sink(out, lse, sink_logits), lse_with_sink(lse, sink_logits)
 
 
-def _attended(q: Tensor, segments: Sequence[Segment | Codes], scale: float) -> tuple[Tensor, Tensor]:
+def _attended(q: Tensor, segments: Sequence[Segment | Codes | Rotated], scale: float) -> tuple[Tensor, Tensor]:
     """Attend to all segments without a sink logit (no further term in the softmax), and return the
     log-sum-exp too. If some segments are codes (quantised keys and values), an operation of its own
-    reads all. q [B H 1 D] -> [B H 1 D], [B H]"""
-    coded = not all(isinstance(segment, Segment) for segment in segments)
-    attended: tuple[Tensor, Tensor] = (ops.coded_attention if coded else ops.segment_attention_with_lse)(
-        q, segments, scale
-    )
+    reads all; what is rotated is read by a rotated query. q [B H 1 D] -> [B H 1 D], [B H]"""
+    unrotated = [segment for segment in segments if not isinstance(segment, Rotated)]
+    parts = [_attended_rotated(q, segment, scale) for segment in segments if isinstance(segment, Rotated)]
+    if unrotated:
+        coded = not all(isinstance(segment, Segment) for segment in unrotated)
+        attend = ops.coded_attention if coded else ops.segment_attention_with_lse
+        parts.append(attend(q, unrotated, scale))
+    attended: tuple[Tensor, Tensor] = ops.merge_attention_with_lse(*zip(*parts, strict=True)) if parts[1:] else parts[0]
     return attended
+
+
+def _attended_rotated(q: Tensor, segment: Rotated, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend to tokens whose keys and values are rotated, and rotate the output back."""
+    out, lse = _attended(rotate(q, segment.seed).to(q.dtype), [segment.tokens], scale)
+    return rotate_back(out, segment.seed, q.dtype), lse
 
 
 def column_sums(q: Tensor, k: Tensor, scale: float, sink_logits: Tensor | None) -> Tensor:

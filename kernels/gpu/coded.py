@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import gcd
+from typing import cast
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.coded import CodedFloats, Codes
+from kernels.coded import Coded, CodedFloats, Codes
 from kernels.gpu.common import (
     DTYPES,
     fused,
@@ -31,9 +32,11 @@ from kernels.gpu.common import (
     unfit_sharing,
 )
 from kernels.gpu.decode import merged, read_parts, segment_attention_refuses
+from kernels.levels import CodedLevels
 from kernels.ragged import Ragged, first_of
 from kernels.reference import Segment
 
+Steps = Coded | CodedFloats  # whose numbers are evenly spaced, or floats: what the kernels read
 _TILE = 2048  # numbers that a program decodes
 _THREADS = 128  # of a program
 
@@ -42,7 +45,7 @@ def coded_attention(q: Tensor, segments: Sequence[Segment | Codes], scale: float
     """Attend from one token per sequence to coded and other segments, as kernels/coded.py defines
     it: q [B H 1 D] -> [B H 1 D], log-sum-exp [B H]. Tokens are cut into pieces as in decode.py; the
     results of all segments' pieces lie side by side and are merged at once."""
-    q, codes = q.contiguous(), [segment for segment in segments if not isinstance(segment, Segment)]
+    q, codes = q.contiguous(), [segment for segment in segments if isinstance(segment, Steps)]
     tiles = [_tokens_of_a_tile(coded, q.dtype) for coded in codes]
     cuts = [_cut(coded, tile) for coded, tile in zip(codes, tiles, strict=True)]
     plain = [segment for segment in segments if isinstance(segment, Segment)]
@@ -74,7 +77,7 @@ def coded_attention_refuses(q: Tensor, segments: Sequence[Segment | Codes], scal
                 or unfit_heads(q)
                 or unfit_floats(q)
                 or _unfit(coded)
-                or _unfit_blocks(coded)
+                or _unfit_blocks(cast(Steps, coded))
             )
         ):
             return reason
@@ -91,6 +94,7 @@ def decode_rows(
     """Turn codes of the tokens `rows` (None: all) back into keys and values [B G K D], as
     kernels/coded.py defines it. `blocks` [B G K] names the block of each token, whose range its key
     shares (None: they stand in order); `recent` holds exact values, and how many are not used."""
+    assert isinstance(coded, Steps)
     (batch, groups, *_), dim, count = coded.k.shape, coded.dim, _decoded_tokens(coded, blocks, recent)
     tensors, tables, aligned = _located(coded)
     reader = coded.k.device  # of a `Ragged`, the device that reads it
@@ -129,7 +133,7 @@ def decode_rows_refuses(
         reason := unfit_shape(recent[0], batch, groups, count, coded.dim) or unfit_numbers(recent[1], batch)
     ):
         return reason
-    return _unfit(coded) or (None if blocks is not None else _unfit_blocks(coded)) or unfit(*listed)
+    return _unfit(coded) or (None if blocks is not None else _unfit_blocks(cast(Steps, coded))) or unfit(*listed)
 
 
 def _decoded_tokens(coded: Codes, blocks: Tensor | None, recent: tuple[Tensor, Tensor] | None) -> int:
@@ -140,12 +144,12 @@ def _decoded_tokens(coded: Codes, blocks: Tensor | None, recent: tuple[Tensor, T
     return coded.k.shape[2] if recent is None else recent[0].shape[2]
 
 
-def _row_bytes(coded: Codes) -> int:
+def _row_bytes(coded: Steps) -> int:
     """Return the bytes that hold the codes of one token's key, or of its value, in one head."""
     return coded.dim * (coded.kind[1] or 8) // 8
 
 
-def _tokens_of_a_tile(coded: Codes, dtype: torch.dtype) -> int:
+def _tokens_of_a_tile(coded: Steps, dtype: torch.dtype) -> int:
     """Return how many tokens a program (one instance of the kernel) reads at a time, to attend to
     from queries of `dtype`.
 
@@ -159,7 +163,7 @@ def _tokens_of_a_tile(coded: Codes, dtype: torch.dtype) -> int:
     return next(tokens for tokens in sizes if tokens // min(tokens, shared) * width != _THREADS)
 
 
-def _cut(coded: Codes, tile: int) -> tuple[int, int]:
+def _cut(coded: Steps, tile: int) -> tuple[int, int]:
     """Return how many pieces the tokens of a KV head are cut into at most, in the longest sequence
     and in any, so that the pieces of one sequence fill the device once."""
     registers = 128 if coded.kind[1] in (0, 4) else 160
@@ -167,7 +171,7 @@ def _cut(coded: Codes, tile: int) -> tuple[int, int]:
     return min(max(1, triton.cdiv(coded.k.shape[2], tile)), most), most
 
 
-def _located(coded: Codes) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], tuple[int, int, int]]:
+def _located(coded: Steps) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], tuple[int, int, int]]:
     """Return where codes and ranges lie, for the kernels: the four tensors of `all_four`; for each,
     where sequences differ in length (`Ragged`), the table of their addresses, else None; the
     numbers of bytes of which all addresses of codes, and all of ranges, are multiples; and the
@@ -185,6 +189,8 @@ def _strides(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _unfit(coded: Codes) -> str | None:
+    if isinstance(coded, CodedLevels):
+        return "reads integers and floats, got codes of levels"
     tensors = [first_of(x) for x in coded.all_four]
     if any(x.stride(3) != 1 for x in tensors):
         return "needs the codes of a row side by side"
@@ -195,7 +201,7 @@ def _unfit(coded: Codes) -> str | None:
     return next(filter(None, sides), None) or unfit(*tensors)
 
 
-def _unfit_blocks(coded: Codes) -> str | None:
+def _unfit_blocks(coded: Steps) -> str | None:
     """Return why the kernel cannot attend to these codes, or None: there must be a range for each
     block of keys."""
     blocks, block = coded.all_four[2].shape[2], coded.kind[2]

@@ -47,9 +47,11 @@ def form(layer: Layer) -> Hashable:
     """Return a key that tells which layers of different sequences can share a decode step: those
     whose keys are equal. It holds what one launch for all of them takes for granted: the classes,
     the method, the number of heads, whether everything is read, and where and how tokens outside
-    the store are held."""
+    the store are held; if a step reads all of these, also whether some are encoded, and some
+    plain."""
     reads_all = layer.reads is None or layer.reads.plan is None
     far = None if layer.far is None else (layer.far.tier, layer.far.codec)
+    whole = () if layer.far is None or layer.reads else (layer.far.encoded > 0, layer.far.encoded < layer.far.length)
     return (
         type(layer),
         layer.method,
@@ -57,6 +59,7 @@ def form(layer: Layer) -> Hashable:
         layer.heads,
         reads_all,
         far,
+        whole,
         tuple(policy.form() for policy in layer.policies),
     )
 

@@ -15,6 +15,7 @@ from kernels import ops, sink_logits
 from kernels.coded import Codes
 from kernels.ragged import filled
 from kernels.reference import Segment
+from kernels.rotated import Rotated
 from methods.base import AttnInput, CacheState, KVLayer, LayerSpec, Method
 from methods.layers.indices import gather_per_head, union_per_kv_head
 from methods.layers.returned import ReturnedError, check_rows
@@ -252,7 +253,7 @@ class Storage(KVLayer):
 
         return self.store.each(q, attend)
 
-    def attend(self, q: Tensor, *segments: Segment | Codes) -> Tensor:
+    def attend(self, q: Tensor, *segments: Segment | Codes | Rotated) -> Tensor:
         """Attend from one query to all of `segments`, under one softmax, q [B H 1 D] ->
         [B H 1 D]."""
         return sink_logits.segment_attention(q, segments, self.spec.scale, self.spec.sink_logits)

@@ -16,6 +16,7 @@ from kernels.coded import Codes
 from kernels.per_sequence import PerSequence, per_sequence
 from kernels.ragged import Ragged, filled, with_free_slots
 from kernels.reference import Segment
+from kernels.rotated import Rotated
 from methods.base import CacheState, NextRow
 from methods.pools.device_store import Attend, KVStore, PerHeadStore
 from methods.pools.pool import Pool
@@ -142,10 +143,10 @@ class BatchedPool:
         self.encoded = PerSequence([pool.encoded for pool in sequences], dead)
         self._tails, self._groups = tensors[-1].sizes, pools[0].spec.num_kv_heads
 
-    def segments(self) -> Arrival[list[Segment | Codes]]:
-        """Ask for all encoded tokens on the device, as `Pool.segments` does. Each pool must consist
-        of whole blocks, without plain tokens after them."""
-        return self.cache.fetch(lambda traffic: [self._coded])
+    def segments(self) -> Arrival[list[Segment | Codes | Rotated]]:
+        """Ask for all tokens on the device, as `Pool.segments` does. If one pool has encoded tokens,
+        or plain ones after them, every pool must have some."""
+        return self.cache.fetch(lambda traffic: self._parts)
 
     def whole(self, *, early: bool = False) -> Arrival[Segment]:
         """Ask for all tokens of the pools, decoded, on the device, as `Pool.whole` does."""
@@ -154,12 +155,18 @@ class BatchedPool:
         return self.gather(rows, early=early)
 
     @cached_property
-    def _coded(self) -> Segment | Codes:
-        tokens, blocks = (
-            tuple(cast(Tensor, cast(Ragged, x).slice(0, count)) for x in tensors)
-            for tensors, count in zip(self._stored, (self.encoded, self.encoded // self.codec.block), strict=True)
-        )
-        return self.codec.segment(Encoded(tokens, blocks), self.cache.request.dtype)
+    def _parts(self) -> list[Segment | Codes | Rotated]:
+        def first(tensors: Sequence[Tensor], count: PerSequence) -> tuple[Tensor, ...]:
+            return tuple(cast(Tensor, cast(Ragged, x).slice(0, count)) for x in tensors)
+
+        counts, plain = (self.encoded, self.encoded // self.codec.block), self.length - self.encoded
+        parts: list[Segment | Codes | Rotated] = []
+        if self.encoded.most:
+            encoded = Encoded(*map(first, self._stored, counts))
+            parts.append(self.codec.segment(encoded, self.cache.request.dtype))
+        if plain.most:
+            parts.append(Segment(*first((self._tail_k, self._tail_v), plain)))
+        return parts
 
     def gather(self, rows: Tensor | Ragged, slots: Tensor | None = None, *, early: bool = False) -> Arrival[Segment]:
         """Ask for chosen tokens, decoded, on the device, as `Pool.gather` does. If sequences choose

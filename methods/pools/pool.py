@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.coded import Codes
 from kernels.quantise import refuse
 from kernels.reference import Segment
+from kernels.rotated import Rotated
 from methods.base import CacheState, LayerSpec
 from methods.base.pieces import pieces, tokens_at_once
 from methods.tiers.block import Tensors, named, tokens_in, unnamed
@@ -100,7 +101,7 @@ class Pool:
         [B G S D]. `early` as in `gather`."""
         return self.cache.fetch(self._whole, early=early)
 
-    def segments(self) -> Arrival[list[Segment | Codes]]:
+    def segments(self) -> Arrival[list[Segment | Codes | Rotated]]:
         """Ask for all tokens on the device, for a step that attends to them: as codes if kernels
         can read the codec's codes, else decoded, and the plain tokens of the tail."""
         return self.cache.fetch(self._segments)
@@ -112,7 +113,7 @@ class Pool:
         tail = self._last(traffic)
         return Segment(torch.cat([k, tail.k], 2), torch.cat([v, tail.v], 2))
 
-    def _segments(self, traffic: Traffic) -> list[Segment | Codes]:
+    def _segments(self, traffic: Traffic) -> list[Segment | Codes | Rotated]:
         written = [self.codec.segment(self._stored(traffic), self.cache.request.dtype)] if self.encoded else []
         return written if self.length == self.encoded else [*written, self._last(traffic)]
 

@@ -1,5 +1,5 @@
-"""Defines codecs, which encode keys and values: as they are, in integers of 2, 4 or 8 bits, or in
-floats of 8 bits."""
+"""Defines codecs, which encode keys and values: as they are, in integers of 2, 4 or 8 bits, in
+floats of 8 bits, or by levels of 2 to 4 bits; and each of these after a random rotation."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.coded import Coded, CodedFloats, Codes
+from kernels.levels import CodedLevels, encode_levels
 from kernels.quantise import dequantise, refuse, to_float8
 from kernels.reference import Segment
+from kernels.rotated import Rotated, rotate, rotate_back
 
 
 class Encoded(NamedTuple):
@@ -93,9 +95,9 @@ class Codec(ABC):
         decoding; None if there are no kernels for this codec."""
         return None
 
-    def segment(self, stored: Encoded, dtype: torch.dtype) -> Segment | Codes:
+    def segment(self, stored: Encoded, dtype: torch.dtype) -> Segment | Codes | Rotated:
         """Return all encoded tokens for attention: as codes if kernels read these, else decoded in
-        `dtype`."""
+        `dtype`; still rotated, if a codec has rotated them."""
         codes = self.codes(stored)
         return Segment(*self.decode_whole(stored, dtype)) if codes is None else codes
 
@@ -204,3 +206,104 @@ class FloatCodec(_Checked):
 
     def codes(self, stored: Encoded) -> CodedFloats:
         return CodedFloats(*stored.tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelCodec(_Checked):
+    """Write each key and each value as a norm in fp16, and every coordinate of its direction as the
+    nearest of 2**bits levels, which are the best ones for random directions (kernels/levels.py). It
+    is meant for rotated vectors, so `turboquant` wraps it.
+
+    `residual_bit`: keys have levels of one bit less, and a bit per coordinate that makes their
+    products with a query right on average. Per token and head: D * bits / 8 bytes of codes for K
+    and as many for V, and 4 bytes of norms, or 6 with a residual bit."""
+
+    bits: int
+    residual_bit: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 3, 4):
+            raise ValueError(f"Levels of {self.bits} bits are not possible: choose 2, 3 or 4.")
+
+    def check(self, head_dim: int) -> None:
+        if head_dim % 8:
+            raise ValueError(f"Codes of a head size of {head_dim} do not fill bytes: it must be a multiple of 8.")
+
+    def layout(self, head_dim: int, dtype: torch.dtype) -> Layout:
+        self.check(head_dim)
+        codes = head_dim * self.bits // 8
+        return Layout(((codes, torch.uint8), (codes, torch.uint8), (3 if self.residual_bit else 2, torch.float16)))
+
+    def encode_unchecked(self, k: Tensor, v: Tensor) -> tuple[Encoded, Tensor]:
+        written, bad = encode_levels(k, v, self.bits, self._signs)
+        return Encoded((written.k, written.v, written.norms)), bad
+
+    def codes(self, stored: Encoded) -> CodedLevels:
+        k, v, norms = stored.tokens
+        return CodedLevels(k, v, norms, v.shape[-1] * 8 // self.bits, self.bits, self._signs)
+
+    def decode(self, stored: Encoded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self.codes(stored).decoded(dtype)
+
+    @property
+    def _signs(self) -> int | None:
+        return self.seed if self.residual_bit else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotatedCodec(_Checked):
+    """Rotate keys and values by a random rotation, the same for all, and write them as `inner`
+    does. The rotation depends on the head size and on `seed` alone. It is not stored with a cache:
+    a process makes it once. Where a step attends to all codes it rotates its query instead of them;
+    chosen rows are rotated back when they are decoded."""
+
+    inner: Codec
+    seed: int = 1
+
+    @property
+    def block(self) -> int:
+        return self.inner.block
+
+    def check(self, head_dim: int) -> None:
+        self.inner.check(head_dim)
+
+    def layout(self, head_dim: int, dtype: torch.dtype) -> Layout:
+        return self.inner.layout(head_dim, dtype)
+
+    def encode_unchecked(self, k: Tensor, v: Tensor) -> tuple[Encoded, Tensor | None]:
+        return self.inner.encode_unchecked(rotate(k, self.seed), rotate(v, self.seed))
+
+    def decode(self, stored: Encoded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self._back(self.inner.decode(stored, torch.float32), dtype)
+
+    def decode_rows(
+        self, stored: Encoded, rows: Tensor | None, blocks: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        return self._back(self.inner.decode_rows(stored, rows, blocks, torch.float32), dtype)
+
+    def segment(self, stored: Encoded, dtype: torch.dtype) -> Rotated:
+        tokens = self.inner.segment(stored, dtype)
+        assert not isinstance(tokens, Rotated)
+        return Rotated(tokens, self.seed)
+
+    def _back(self, both: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        k, v = (rotate_back(x, self.seed, dtype) for x in both)
+        return k, v
+
+
+def turboquant(bits: int) -> RotatedCodec:
+    """Return the codec of TurboQuant (arXiv 2504.19874) that keeps the mean square error small:
+    `bits` per number."""
+    return RotatedCodec(inner=LevelCodec(bits=bits))
+
+
+def turboquant_residual(bits: int) -> RotatedCodec:
+    """Return the codec of TurboQuant (arXiv 2504.19874) that is right on average over its random
+    numbers: `bits` per number, of which a key spends one on the residual bit."""
+    return RotatedCodec(inner=LevelCodec(bits=bits, residual_bit=True))
+
+
+def rotated_integers(bits: int, group: int = 32) -> RotatedCodec:
+    """Return the codec that writes integers as `IntCodec` does, after a random rotation."""
+    return RotatedCodec(inner=IntCodec(bits=bits, group=group))

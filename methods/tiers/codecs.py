@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spelling:
     """Say how a codec is named in settings. `pattern`: a regular expression for its names; its
-    named groups are whole numbers, the arguments of the codec's class. `codec`: that class, with
-    its module. `choices`: the names in words, for an error."""
+    named groups are whole numbers, the arguments of the codec's class. `codec`: that class, or a
+    function that returns a codec, with its module. `choices`: the names in words, for an error."""
 
     pattern: str
     codec: str
@@ -28,6 +28,17 @@ CODECS = [
         pattern=r"int(?P<bits>[248])(?:g(?P<group>[1-9]\d*))?",
         codec="methods.tiers.codec.IntCodec",
         choices="int8, int4 or int2, with another group as in int4g64",
+    ),
+    Spelling(
+        pattern=r"int(?P<bits>[248])(?:g(?P<group>[1-9]\d*))?h",
+        codec="methods.tiers.codec.rotated_integers",
+        choices="the same after a rotation, as int4h or int4g64h",
+    ),
+    Spelling(pattern=r"tq(?P<bits>[234])", codec="methods.tiers.codec.turboquant", choices="tq4, tq3 or tq2"),
+    Spelling(
+        pattern=r"tq(?P<bits>[234])q",
+        codec="methods.tiers.codec.turboquant_residual",
+        choices="tq4q, tq3q or tq2q, with a residual bit",
     ),
     Spelling(pattern="fp8", codec="methods.tiers.codec.FloatCodec", choices="fp8, which takes no group"),
 ]

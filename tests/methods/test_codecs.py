@@ -8,6 +8,7 @@ import torch
 from harness.engine.attach import attached
 from harness.engine.footprint import footprint
 from methods.tiers.codec import Codec, FloatCodec, IntCodec
+from methods.tiers.codecs import codec_of
 from tests.methods.test_contract import NAMES, Step, assert_same, small, turn
 from tests.tiny import prompt, tiny
 
@@ -28,7 +29,14 @@ def steps(name: str, codec: Codec | None, placement: str = "device") -> tuple[li
 
 
 @pytest.mark.parametrize(
-    ("name", "codec"), [*((name, IntCodec(bits=4, group=8)) for name in ENCODING), ("pqcache", FloatCodec())]
+    ("name", "codec"),
+    [
+        *((name, IntCodec(bits=4, group=8)) for name in ENCODING),
+        *((name, codec_of("tq4")) for name in ENCODING),
+        ("pqcache", FloatCodec()),
+        ("quest", codec_of("tq3q")),
+        ("rocketkv", codec_of("int4g8h")),
+    ],
 )
 def test_codes_are_the_same_wherever_they_lie(name: str, codec: Codec) -> None:
     wanted, (device, *_) = steps(name, codec)

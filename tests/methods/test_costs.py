@@ -16,6 +16,7 @@ from methods.base import Budget, Cost, CostError, LayerSpec, LayerWorkload, Meth
 from methods.parts import costs
 from methods.shadowkv import ShadowKV
 from methods.tiers.codec import Codec, IntCodec
+from methods.tiers.codecs import codec_of
 from tests.methods.test_contract import NAMES, _yaml, small
 from tests.tiny import prompt, tiny
 
@@ -102,6 +103,7 @@ def test_the_formula_is_what_is_held_and_moved(name: str, placement: str, budget
 def test_the_formula_knows_the_codec(name: str, placement: str, bits: int) -> None:
     """How many of the last tokens are chosen, which fill no block and so are exact, depends on the text."""
     assert_near(*measured(method_of(name), Budget(0.2), placement, IntCodec(bits=bits, group=16)), read=0.08)
+    assert_near(*measured(method_of(name), Budget(0.2), placement, codec_of("tq3q")))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from harness.engine.engine import Engine
 from harness.engine.trace import Tracer
 from methods.full import Full
 from methods.kivi import Kivi
-from methods.tiers.codec import IntCodec
+from methods.tiers.codecs import codec_of
 from tests.dispatched import operations
 from tests.methods.test_contract import attach, small
 from tests.tape import Tape
@@ -138,13 +138,17 @@ def test_a_step_launches_no_more_for_more_members(name: str) -> None:
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize("name", ["pqcache", "quest", "rocketkv", "infinigen", "sparq"])
+@pytest.mark.parametrize("name", ["pqcache", "quest", "rocketkv", "infinigen", "sparq", "full_offloaded"])
 def test_members_whose_tokens_are_codes_attend_together(name: str) -> None:
     """Codes fill no block, one, or several, and behind them stand tokens that fill none. The same in captured steps."""
     unequal, alike = [prompt(30), prompt(61, batch=2), prompt(90), prompt(24)], [prompt(n) for n in (100, 119, 97)]
-    how: dict[str, Any] = {"codec": IntCodec(bits=4, group=16), "calibration": prompt(64, seed=9)}
-    for prompts, budget, graphs in ((unequal, 20, None), (alike, 0.5, Tape())):
-        with attached(tiny("llama"), small(name), budget=budget, **how) as kv:
+    how: dict[str, Any] = {"calibration": prompt(64, seed=9)}
+    for prompts, budget, graphs, codec in (
+        (unequal, 20, None, "int4g16"),
+        (alike, 0.5, Tape(), "int4g16h"),
+        (alike, 0.5, Tape(), "tq3q"),
+    ):
+        with attached(tiny("llama"), small(name), budget=budget, codec=codec_of(codec), **how) as kv:
             assert_together_as_alone(kv, prompts, graphs)
 
 
