@@ -71,6 +71,8 @@ def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: flo
     for segment in segments:
         if segment.rows is not None:
             return "reads whole segments, got rows that were chosen"
+        if segment.log_weights is not None:
+            return "gives all tokens one weight, got log-weights"
         if isinstance(segment.k, Ragged):
             return RAGGED
     return prefill_attention_refuses(q, q, q, scale)

@@ -26,6 +26,10 @@ class Segment(NamedTuple):
     on the device, so that a decode step that was captured in a CUDA graph can be replayed while the
     number of tokens grows (methods/base/state.py).
 
+    `log_weights`: added to the scaled logits of the listed tokens before the softmax, so that a
+    token with the log-weight log(n) counts as n tokens. A token with minus infinity is not read:
+    its key and value may be anything.
+
     Sequences of different lengths have a `Ragged` (kernels/ragged.py), which holds a tensor per
     sequence, instead of each tensor."""
 
@@ -33,6 +37,36 @@ class Segment(NamedTuple):
     v: Tensor  # [B G S D]
     rows: Tensor | None = None  # [B G K] or [B H K], indices into S, no repeats
     live: Tensor | None = None  # [1] or [B], int64
+    log_weights: Tensor | None = None  # fp32, [B G|H K] as `rows`, or [B G S] without `rows`; None: 0 everywhere
+
+    @property
+    def lists(self) -> tuple[int, int]:
+        """Return how many lists of tokens a sequence has, one per KV head or per query head, and how
+        many tokens a list has."""
+        listed = self.k if self.rows is None else self.rows
+        return listed.shape[1], listed.shape[2]
+
+    def weights_of(self, count: int) -> Tensor | None:
+        """Return the log-weights of the first `count` tokens of each list, contiguous. There may be
+        more, where one tensor serves sequences of different lengths."""
+        return None if self.log_weights is None else self.log_weights[..., :count].contiguous()
+
+    def unfit_weights(self) -> str | None:
+        """Return why the log-weights are not one fp32 number per listed token; None if they are."""
+        if self.log_weights is None:
+            return None
+        shape, (lists, count) = self.log_weights.shape, self.lists
+        if shape[:2] == (self.k.shape[0], lists) and shape[2] >= count and self.log_weights.dtype == torch.float32:
+            return None
+        return f"takes one log-weight in float32 per listed token, got {list(shape)} {self.log_weights.dtype}"
+
+    def weighted(self, logits: Tensor) -> Tensor:
+        """Return scaled logits [B groups g K] of the listed tokens with the log-weights added, minus
+        infinity for tokens that are not read."""
+        if (added := self.weights_of(logits.shape[-1])) is None:
+            return logits
+        added = _of_groups(added, logits.shape[1]).unsqueeze(2)
+        return (logits + added).masked_fill(added == float("-inf"), float("-inf"))
 
     def without_missing(self, scores: Tensor, value: float) -> Tensor:
         """Return scores [B ... S], with `value` instead of those of missing tokens, which are the
@@ -66,12 +100,19 @@ def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> T
     The query heads that read the same rows are folded into the token axis, so no key or value is
     repeated for them."""
     batch, heads, _, dim = q.shape
-    groups = max((s.k if s.rows is None else s.rows).shape[1] for s in segments)
+    groups = max(s.lists[0] for s in segments)
     folded = q.view(batch * groups, heads // groups, dim)
     parts = [_parts(s, groups) for s in segments]
     logits = [_products(folded, s, k) for s, (k, _) in zip(segments, parts, strict=True)]
-    joined = logits[0] if len(logits) == 1 else torch.cat(logits, -1)
-    weights = joined.float().mul_(scale).softmax(-1).to(q.dtype).split([part.shape[-1] for part in logits], -1)
+    joined = (logits[0] if len(logits) == 1 else torch.cat(logits, -1)).float().mul_(scale)
+    sizes = [part.shape[-1] for part in logits]
+    for segment, part in zip(segments, joined.split(sizes, -1), strict=True):
+        if segment.log_weights is not None:
+            part.copy_(segment.weighted(part.unflatten(0, (batch, groups))).flatten(0, 1))
+    shares = joined.softmax(-1)
+    if any(segment.log_weights is not None for segment in segments):  # perhaps no token is read
+        shares = shares.masked_fill(joined.amax(-1, keepdim=True) == float("-inf"), 0)
+    weights = shares.to(q.dtype).split(sizes, -1)
     out = torch.bmm(weights[0], parts[0][1].flatten(0, 1))
     for weight, (_, v) in zip(weights[1:], parts[1:], strict=True):
         out = torch.baddbmm(out, weight, v.flatten(0, 1))
@@ -84,10 +125,11 @@ def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: fl
     return the log-sum-exp of the softmax too, for `merge_attention`. q [B H 1 D] -> [B H 1 D],
     [B H] (fp32)"""
     batch, heads, _, dim = q.shape
-    groups = max((s.k if s.rows is None else s.rows).shape[1] for s in segments)
+    groups = max(s.lists[0] for s in segments)
     folded = q.view(batch, groups, heads // groups, dim)
     logits = [s.without_missing(row_scores(folded, _parts(s, groups)[0]), float("-inf")) for s in segments]
-    lse = (torch.cat(logits, -1) * scale).logsumexp(-1).view(batch, heads)
+    scaled = [s.weighted(part * scale) for s, part in zip(segments, logits, strict=True)]
+    lse = torch.cat(scaled, -1).logsumexp(-1).view(batch, heads)
     return segment_attention(q, segments, scale), lse
 
 
@@ -117,10 +159,17 @@ def _products(folded: Tensor, segment: Segment, k: Tensor) -> Tensor:
 
 def _parts(segment: Segment, groups: int) -> tuple[Tensor, Tensor]:
     """Return keys and values of the tokens that a segment names, [B groups K D] each, repeated so
-    that there are `groups` heads. Values of missing tokens are zero, since zero weight times NaN is
-    NaN."""
+    that there are `groups` heads. Values of tokens that are missing or not read are zero, since
+    zero weight times NaN is NaN."""
     k, v = (_rows_of(x, segment.rows, groups) for x in (segment.k, segment.v))
+    if (added := segment.weights_of(v.shape[2])) is not None:
+        v = v.masked_fill(_of_groups(added == float("-inf"), groups).unsqueeze(3), 0)
     return k, segment.without_missing(v.transpose(2, 3), 0).transpose(2, 3)
+
+
+def _of_groups(x: Tensor, groups: int) -> Tensor:
+    """Repeat the heads of x [B G ...] so that there are `groups` of them."""
+    return x if x.shape[1] == groups else x.repeat_interleave(groups // x.shape[1], 1)
 
 
 def _rows_of(x: Tensor, rows: Tensor | None, groups: int) -> Tensor:
@@ -129,7 +178,7 @@ def _rows_of(x: Tensor, rows: Tensor | None, groups: int) -> Tensor:
     if rows is not None:
         per_group = rows.shape[1] // x.shape[1] * rows.shape[2]
         x = gather_rows(x, rows.reshape(*x.shape[:2], per_group)).view(*rows.shape, x.shape[3])
-    return x if x.shape[1] == groups else x.repeat_interleave(groups // x.shape[1], 1)
+    return _of_groups(x, groups)
 
 
 @by_sequence

@@ -14,6 +14,7 @@ struct Call {
     const PackedSegment* segments;
     int64_t num_segments, batch, groups, heads, dim;  // groups: each reads one choice of rows; heads: of a group
     float scale;                                      // times log2(e)
+    bool weighted;                                    // whether any segment has log-weights
 };
 
 // Returns how many rows of a segment are there for a sequence.
@@ -23,6 +24,7 @@ inline int64_t rows_of(const PackedSegment& segment, int64_t sequence) {
 
 struct Block {
     const char *k[TOKENS], *v[TOKENS];
+    float added[TOKENS];  // log-weights, times log2(e)
     int count;
 };
 
@@ -45,8 +47,8 @@ struct Rows {
         for (int64_t i = 0; i < row_bytes; i += LINE) __builtin_prefetch(row + i, 0, 2);
     }
 
-    // Past the end the last row repeats, with weight 0.
-    void fill(Block& block) {
+    // Past the end the last row repeats, with weight 0. Rows with a log-weight of minus infinity are left out.
+    template <bool WEIGHTED> void fill(Block& block) {
         int count = 0;
         int64_t sequence = pair / call.groups;
         while (count < TOKENS && left) {
@@ -55,14 +57,22 @@ struct Rows {
             int64_t group = pair % call.groups / s.k_share;
             HeadRows k(s.k, s.k_batch, s.k_group, s.k_token, s.k_table, sequence, group);
             HeadRows v(s.v, s.v_batch, s.v_group, s.v_token, s.v_table, sequence, group);
-            const int64_t* rows = s.rows + pair / s.rows_share * s.count + at;
+            int64_t list = pair / s.rows_share * s.count + at;
+            const int64_t* rows = s.rows + list;
+            int n_read = 0;
             for (int i = 0; i < n; i++) {
+                if (WEIGHTED) {
+                    float added = s.log_weights ? s.log_weights[list + i] : 0;
+                    if (added == -INFINITY) continue;
+                    block.added[count + n_read] = added * (float)M_LOG2E;
+                }
                 int64_t row = s.rows ? rows[i] : at + i;
-                block.k[count + i] = k[row];
-                block.v[count + i] = v[row];
-                if (s.rows) fetch(block.k[count + i]), fetch(block.v[count + i]);
+                block.k[count + n_read] = k[row];
+                block.v[count + n_read] = v[row];
+                if (s.rows) fetch(block.k[count + n_read]), fetch(block.v[count + n_read]);
+                n_read++;
             }
-            count += n, at += n, left -= n;
+            count += n_read, at += n, left -= n;
             if (at == size) segment++, at = 0;
         }
         block.count = count;
@@ -106,7 +116,7 @@ inline float join(State* state, int64_t parts, int64_t stride, int64_t dim, floa
     for (int64_t i = 0; i < parts; i++) top = std::max(top, state[i * stride].top);
     for (int64_t i = 0; i < parts; i++) {
         State& part = state[i * stride];
-        float share = std::exp2(part.top - top);
+        float share = part.top == -INFINITY ? 0 : std::exp2(part.top - top);
         total += share * sum(part.totals);
         for (int64_t c = 0; c < dim; c += LANES) {
             f32 scaled = load<f32>(part.acc + c) * share;
@@ -169,12 +179,13 @@ void add_values(BF16, const Block& block, Pass pass, const float (*weights)[TOKE
 inline int64_t channel(F32, int64_t c) { return c; }
 inline int64_t channel(BF16, int64_t c) { return c / 32 * 32 + c % 2 * LANES + c % 32 / 2; }
 
-template <class T, int L>
+template <class T, int L, bool WEIGHTED>
 void attend(const Block& block, const Block& next, const typename T::Element* q, State* state, int heads, float scale) {
     constexpr int DIM = L * T::WIDTH, AT_ONCE = power_of_two_below(16 * LANES / DIM);
     alignas(LINE) float logits[HEADS][TOKENS];
     block_logits<T, L>(q, block.k, block.v, heads, scale, logits[0], TOKENS);
     for (int h = 0; h < heads; h++) {
+        for (int t = 0; WEIGHTED && t < block.count; t++) logits[h][t] += block.added[t];
         for (int t = block.count; t < TOKENS; t++) logits[h][t] = -INFINITY;
         weigh(logits[h], state[h], DIM);
     }
@@ -186,26 +197,29 @@ void attend(const Block& block, const Block& next, const typename T::Element* q,
     });
 }
 
-template <class T, int L> void attend_rows(const Call& call, Rows rows, const typename T::Element* q, State* state) {
+// flatten: two callers would else share functions that are faster inlined
+template <class T, bool WEIGHTED, int L>
+__attribute__((flatten)) void attend_rows(const Call& call, Rows rows, const typename T::Element* q, State* state) {
     Block blocks[2];
-    rows.fill(blocks[0]);
+    rows.fill<WEIGHTED>(blocks[0]);
     for (int i = 0; blocks[i].count; i ^= 1) {
         blocks[i ^ 1] = blocks[i];  // nothing follows the last block: prefetch it again
-        rows.fill(blocks[i ^ 1]);
+        rows.fill<WEIGHTED>(blocks[i ^ 1]);
         for (int h = 0; h < call.heads; h += HEADS)
-            attend<T, L>(blocks[i], blocks[i ^ 1], q + h * call.dim, state + h, std::min<int>(HEADS, call.heads - h),
-                         call.scale);
+            attend<T, L, WEIGHTED>(blocks[i], blocks[i ^ 1], q + h * call.dim, state + h,
+                                   std::min<int>(HEADS, call.heads - h), call.scale);
     }
 }
 
-template <class T> void attend_rows(const Call& call, Rows rows, const typename T::Element* q, State* state) {
+template <class T, bool WEIGHTED>
+void attend_rows(const Call& call, Rows rows, const typename T::Element* q, State* state) {
     switch (call.dim / T::WIDTH) {
-        case 1: return attend_rows<T, 1>(call, rows, q, state);
-        case 2: return attend_rows<T, 2>(call, rows, q, state);
-        case 3: return attend_rows<T, 3>(call, rows, q, state);
-        case 4: return attend_rows<T, 4>(call, rows, q, state);
-        case 6: return attend_rows<T, 6>(call, rows, q, state);
-        case 8: return attend_rows<T, 8>(call, rows, q, state);
+        case 1: return attend_rows<T, WEIGHTED, 1>(call, rows, q, state);
+        case 2: return attend_rows<T, WEIGHTED, 2>(call, rows, q, state);
+        case 3: return attend_rows<T, WEIGHTED, 3>(call, rows, q, state);
+        case 4: return attend_rows<T, WEIGHTED, 4>(call, rows, q, state);
+        case 6: return attend_rows<T, WEIGHTED, 6>(call, rows, q, state);
+        case 8: return attend_rows<T, WEIGHTED, 8>(call, rows, q, state);
     }
 }
 
@@ -238,21 +252,25 @@ template <class T> void run(const Call& call, const typename T::Element* q, type
         int64_t pair = b * call.groups + (task - share.task) / share.parts;
         int64_t first = std::min((task - share.task) % share.parts * share.length, share.tokens);
         Rows rows(call, pair, first, std::min(share.length, share.tokens - first), call.dim * sizeof(*q));
-        attend_rows<T>(call, rows, q + pair * call.heads * call.dim, states.data() + task * call.heads);
+        auto* attend = call.weighted ? attend_rows<T, true> : attend_rows<T, false>;
+        attend(call, rows, q + pair * call.heads * call.dim, states.data() + task * call.heads);
     });
     for (int64_t i = 0; i < call.batch * call.groups * call.heads; i++) {
         int64_t pair = i / call.heads, b = pair / call.groups, parts = shares[b].parts;
         int64_t task = shares[b].task + pair % call.groups * parts;
         State* state = states.data() + task * call.heads + i % call.heads;
         float total = join(state, parts, call.heads, call.dim, lse ? lse + i : nullptr);
-        for (int64_t c = 0; c < call.dim; c++) put(out + i * call.dim + c, state->acc[channel(T{}, c)] / total);
+        float divisor = total == 0 ? 1 : total;  // no row was read
+        for (int64_t c = 0; c < call.dim; c++) put(out + i * call.dim + c, state->acc[channel(T{}, c)] / divisor);
     }
 }
 
 }  // namespace
 
 EXPORT void segment_attention(const PackedSegment& segments, const SegmentAttention& in) {
-    Call call{&segments, in.num_segments, in.batch, in.groups, in.heads, in.dim, (float)in.scale * (float)M_LOG2E};
+    bool weighted = std::any_of(&segments, &segments + in.num_segments, [](auto& s) { return s.log_weights; });
+    float scale = (float)in.scale * (float)M_LOG2E;
+    Call call{&segments, in.num_segments, in.batch, in.groups, in.heads, in.dim, scale, weighted};
     if (in.is_bf16)
         run<BF16>(call, (const bf16*)in.q, (bf16*)in.out, in.lse);
     else

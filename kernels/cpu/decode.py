@@ -23,6 +23,7 @@ class PackedSegment(bindings.Struct):
     rows = int64s(optional=True)  # None: all rows
     k_table = v_table = int64s(optional=True)  # [B 3] of `Ragged`, instead of the address and the strides above
     live = int64s(optional=True)  # [B], how many rows are there; None: `count`
+    log_weights = floats(optional=True)  # [B lists count]; None: 0 everywhere
     count = integer()
     k_share = rows_share = integer()  # how many neighbouring groups share their keys, and their rows
 
@@ -69,6 +70,8 @@ def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: flo
             return f"takes one dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}"
         if k.stride(3) != 1 or v.stride(3) != 1:
             return "needs the channels of a row side by side"
+        if reason := segment.unfit_weights():
+            return reason
     return None
 
 
@@ -79,11 +82,11 @@ def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: fl
 
 def _attend(q: Tensor, segments: Sequence[Segment], scale: float, lse: Tensor | None) -> Tensor:
     batch, heads, _, dim = q.shape
-    groups = max([(k if rows is None else rows).shape[1] for k, _, rows, _ in segments])
+    groups = max(segment.lists[0] for segment in segments)
     packed, kept = [], []  # kept: tensors that must live until the call is over
-    for k, v, rows, live in segments:
-        listed = k if rows is None else rows
-        lists, count = listed.shape[1:3]
+    for segment in segments:
+        k, v, rows, live, _ = segment
+        listed, (lists, count) = k if rows is None else rows, segment.lists
         if not count:
             continue
         if live is not None:
@@ -92,7 +95,8 @@ def _attend(q: Tensor, segments: Sequence[Segment], scale: float, lse: Tensor | 
             live = listed.counts
         if rows is not None:
             rows = (rows.whole if isinstance(rows, Ragged) else rows).long().contiguous()
-        kept += [rows, live]
+        log_weights = segment.weights_of(count)
+        kept += [rows, live, log_weights]
         k_table, v_table = None, None
         k_share, rows_share = groups // k.shape[1], groups // lists
         if isinstance(k, Ragged):
@@ -100,8 +104,8 @@ def _attend(q: Tensor, segments: Sequence[Segment], scale: float, lse: Tensor | 
         if isinstance(v, Ragged):
             v, v_table = v.first, v.table
         described = PackedSegment.pack(
-            k=k, v=v, rows=rows, k_table=k_table, v_table=v_table, live=live, count=count, k_share=k_share,
-            rows_share=rows_share,
+            k=k, v=v, rows=rows, k_table=k_table, v_table=v_table, live=live, log_weights=log_weights, count=count,
+            k_share=k_share, rows_share=rows_share,
         )  # fmt: skip
         packed.append(described)
     q = q.contiguous()

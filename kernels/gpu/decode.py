@@ -104,18 +104,20 @@ def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: flo
     batch, heads, _, dim = q.shape
     if reason := unfit_shape(q, batch, heads, 1, dim):
         return reason
-    for k, v, rows, live in segments:
+    for segment in segments:
+        k, v, rows, live, _ = segment
+        lists = segment.lists[0]
         if reason := (
             unfit_shape(k, batch, None, None, dim)
             or unfit_shape(v, *k.shape)
             or (None if rows is None else unfit_shape(rows, batch, None, None))
             or unfit_numbers(live, batch)
+            or segment.unfit_weights()
         ):
             return reason
-        lists = (k if rows is None else rows).shape[1]
         if heads % lists or lists % k.shape[1]:
             return f"takes whole groups of heads, got {heads} query heads, {lists} lists and {k.shape[1]} KV heads"
-    sharing = max(q.shape[1] // (k if rows is None else rows).shape[1] for k, _, rows, _ in segments)
+    sharing = max(q.shape[1] // segment.lists[0] for segment in segments)
     stored = [first_of(x) for segment in segments for x in segment[:2]]
     return unfit_heads(*stored) or unfit_floats(q, stored[0]) or unfit_group(sharing)
 
@@ -156,18 +158,18 @@ merge_attention_with_lse_refuses = merge_attention_refuses
 def _arguments(segment: Segment) -> tuple[Any, ...]:
     """Return the tensors and strides of one segment, as the kernel `_attend` takes them. `live`,
     which says how many tokens of a list exist for each sequence, is None where all exist."""
-    k, v, rows, live = segment
+    k, v, rows, live, _ = segment
+    log_weights = segment.weights_of(segment.lists[1])
     listed: Tensor | Ragged = k if rows is None else rows
     live = listed.counts if isinstance(listed, Ragged) and live is None else live
     rows = None if rows is None else filled(rows).contiguous()
     (k, k_places, _), (v, v_places, _) = map(located, (k, v))
-    return k, v, k_places, v_places, rows, live, *k.stride()[:3], *v.stride()[:3]
+    return k, v, k_places, v_places, rows, live, *k.stride()[:3], *v.stride()[:3], log_weights
 
 
 def _shape(heads: int, segment: Segment, live: Tensor | None, ahead: int) -> _Shape:
     """Return the constants by which the kernel `_attend` is compiled for a segment."""
-    k, v, rows, _ = segment
-    lists = (k if rows is None else rows).shape[1]
+    k, v, lists = segment.k, segment.v, segment.lists[0]
     fold, each = padded(heads // lists), int(live is not None and len(live) > 1)
     aligned = min(x.alignment if isinstance(x, Ragged) else 1 for x in (k, v))
     block = _BLOCK if fold <= 32 and k.dtype.itemsize == 2 else _BLOCK // 2  # as much as fits into registers
@@ -186,7 +188,7 @@ def _cut(segment: Segment, given: tuple[Any, ...], shape: _Shape, at_once: int) 
     """Say how the tokens of a segment are cut so that the pieces of one sequence fill the device
     once, which runs `at_once` programs at a time. Sequences that share a launch are each cut as
     they would be alone."""
-    count = (segment.k if segment.rows is None else segment.rows).shape[2]
+    count = segment.lists[1]
     blocks, most = triton.cdiv(count, shape.block), max(1, at_once // shape.lists)
     each = triton.cdiv(blocks, most)
     pieces = triton.cdiv(blocks, each) if given[_LIVE] is None else min(blocks, most)
@@ -226,8 +228,9 @@ def _attend_to(
 ):  # fmt: skip
     """Attend from the GROUP query heads that share one list of rows (tokens) to one piece of that
     list, whose first `count` of `listed` rows exist, and write the result as part number `part` of
-    each head. A KV head has SHARE lists: one if its query heads read the same tokens."""
-    k, v, k_places, v_places, rows, _, kb, kg, kt, vb, vg, vt = segments[INDEX]
+    each head. A KV head has SHARE lists: one if its query heads read the same tokens. Rows with a
+    log-weight of minus infinity are not loaded; without any other row a part is empty."""
+    k, v, k_places, v_places, rows, _, kb, kg, kt, vb, vg, vt, added = segments[INDEX]
     LISTS: tl.constexpr = SHAPES[INDEX][1]
     SHARE: tl.constexpr = SHAPES[INDEX][2]
     GROUP: tl.constexpr = SHAPES[INDEX][3]
@@ -248,13 +251,24 @@ def _attend_to(
     for start in tl.range(piece * length, end, BLOCK, num_stages=AHEAD):
         place = start + tl.arange(0, BLOCK)
         read, token = place < end, tl.minimum(place, end - 1).to(tl.int64)  # no load waits for a mask of its own
+        there = (dim < DIM)[None, :]
+        if added is not None:
+            log_weight = tl.load(added + this * listed + token)
+            read &= log_weight > float("-inf")
+            there &= read[:, None]
         if rows is not None:
             token = tl.load(rows + this * listed + token)
-        key = tl.load(keys + token[:, None] * key_step + dim, mask=(dim < DIM)[None, :], other=0.0)
-        value = tl.load(values + token[:, None] * value_step + dim, mask=(dim < DIM)[None, :], other=0.0)
-        logits = tl.where(read, product(query, tl.trans(key)) * scale, float("-inf"))
+        key = tl.load(keys + token[:, None] * key_step + dim, mask=there, other=0.0)
+        value = tl.load(values + token[:, None] * value_step + dim, mask=there, other=0.0)
+        logits = product(query, tl.trans(key)) * scale
+        if added is not None:
+            logits += log_weight[None, :]
+        logits = tl.where(read, logits, float("-inf"))
         highest = tl.maximum(top, tl.max(logits, 1))
-        shrink, weights = tl.exp(top - highest), tl.exp(logits - highest[:, None])
+        shift = highest
+        if added is not None:
+            shift = tl.where(highest == float("-inf"), 0.0, highest)
+        shrink, weights = tl.exp(top - shift), tl.exp(logits - shift[:, None])
         mixed = mixed * shrink[:, None] + product(weights.to(value.dtype), value)
         totals = totals * shrink[:, None] + weights
         top = highest

@@ -9,6 +9,7 @@ from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kernels.ragged import Ragged, filled
 from kernels.reference import Segment, without_missing
@@ -16,6 +17,7 @@ from kernels.step_inputs import to_device
 from methods.base import Attended, AttnInput, Plan
 from methods.layers.indices import first_places, union_per_kv_head
 from methods.layers.policy import Policy
+from methods.layers.returned import ReturnedError
 from methods.tiers.tier import DEVICE
 from methods.tiers.transfer import Arrival
 
@@ -26,11 +28,17 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
     """Choose in each decode step the part of the stored prompt that the step reads.
 
     If the budget covers what is stored, all of it is read, and the methods below are not called. A
-    choice is used again for `request.reuse_steps` further steps."""
+    choice is used again for `request.reuse_steps` further steps.
 
-    diagnostics: ClassVar[tuple[str, ...]] = ("rows",)
+    A policy that `weighs` sets `log_weights` in `select`: numbers that are added to the scaled
+    logits of the chosen tokens. A token with minus infinity is not read, so each head reads a
+    number of tokens of its own; `of_each` then names "choices_read" with None."""
+
+    diagnostics: ClassVar[tuple[str, ...]] = ("rows", "log_weights", "choices_read")
     plan: PlanT | None = None  # None: everything is read
     rows: Tensor | None = None  # the last choice, [B G K] or [B H K]
+    log_weights: Tensor | None = None  # of the last choice, fp32, of the same shape; None: all are read and weigh alike
+    choices_read: Tensor | None = None  # [B] fp64, chosen tokens that a head read since `readings`, the mean over heads
     age = 0  # further steps that the last choice has served
     arrival: Arrival[Segment] | None = None  # rows of a choice that is known, but not read yet
 
@@ -63,7 +71,7 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
     def rows_of(self, rows: Tensor, plan: PlanT) -> Tensor:
         """Return the prompt tokens that each choosing head reads with the choice `rows` of
         `select`, as row numbers in the store, [B G K] or [B H K] without repeats, -1 where a head
-        reads fewer."""
+        reads fewer. Tokens that are always read come before those of `rows`."""
 
     def away(self, plan: PlanT) -> tuple[int, int] | None:
         """Return (first, end): the stored tokens from `first` up to `end` are read only if chosen,
@@ -80,9 +88,11 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         """Prepare, at the end of the prompt, for decode steps that may read `limit` of the stored
         tokens; None for all."""
         self.plan = None if limit is None or limit >= self.store.length else self.split(limit)
-        self.rows = self.arrival = None
+        self.rows = self.arrival = self.log_weights = self.choices_read = None
         if self.plan is not None:
             self.prepare(self.plan)
+            if self.weighs:
+                self.choices_read = torch.zeros(self.request.batch, dtype=torch.float64, device=self.request.device)
 
     def decode(self, x: AttnInput) -> Tensor:
         return super().decode(x) if self.plan is None else self.read(x, self.plan)
@@ -100,11 +110,13 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         on disk or in fewer bits. rows [B G K] or [B H K] are numbered from the first token that was
         moved there. A token that several query heads of a KV head chose is moved once; the
         segment's `rows` then say where each head finds it."""
-        far, groups, arrival = self.layer.far, self.spec.num_kv_heads, self.arrival
+        far, groups, arrival, unread = self.layer.far, self.spec.num_kv_heads, self.arrival, self.unread
         assert far is not None
         self.arrival = None
         if arrival is not None:
             return arrival.wait()
+        if rows.shape[1] == groups and unread is not None:
+            return far.gather(filled(rows).masked_fill(unread, 0), torch.where(unread, 0, -1)).wait()
         if rows.shape[1] == groups:
             return far.gather(rows).wait()
         chosen, live = filled(rows), rows.counts if isinstance(rows, Ragged) else None
@@ -115,6 +127,8 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
             return far.gather(together).wait()._replace(rows=own, live=live)
         if live is not None:
             chosen = without_missing(chosen, live, -1)
+        if unread is not None:
+            chosen = chosen.masked_fill(unread, -1)
         together = chosen.reshape(len(chosen), groups, -1)
         first = first_places(together)
         unread = torch.where((first == every) & (together >= 0), -1, 0)
@@ -124,13 +138,32 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         """Attend under one softmax to all of `segments`, q [B H 1 D] -> [B H 1 D]."""
         return self.layer.attend(q, *segments)
 
+    @property
+    def weighs(self) -> bool:
+        """Return whether `select` gives the chosen tokens log-weights."""
+        return False
+
+    @property
+    def unread(self) -> Tensor | None:
+        """Return a mask of the tokens of the last choice that are not read, [B G K] or [B H K]; None
+        if all are."""
+        return None if self.log_weights is None else self.log_weights == float("-inf")
+
+    def weighted(self, chosen: Segment) -> Segment:
+        """Return the segment of the chosen tokens with their log-weights, if they have any."""
+        return chosen if self.log_weights is None else chosen._replace(log_weights=self.log_weights)
+
     def hand_back(self, member: Policy, own: slice) -> None:
         super().hand_back(member, own)
         assert isinstance(member, Read)
+        if self.choices_read is not None:
+            self.choices_read[own] = 0  # the member has them now
         if isinstance(self.rows, Ragged):
             member.rows = self.rows.whole[own, ..., : self.rows.sizes.values[own.start]]
         elif self.rows is not None:
             member.rows = self.rows[own]
+        if self.log_weights is not None and member.rows is not None:
+            member.log_weights = self.log_weights[own, ..., : member.rows.shape[2]]
 
     @property
     def selects_next(self) -> bool:
@@ -142,11 +175,20 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         while `reuse_steps` lasts. Call it exactly once per step."""
         if self.rows is None or self.selects_next:
             self.rows, self.age = self.select(q, top), 0
+            if self.log_weights is not None and isinstance(self.rows, Ragged):
+                self.log_weights = without_missing(self.log_weights, self.rows.counts, float("-inf"))
             if self.cache.checking:
                 self.check_choice(self.rows, top)
         else:
             self.age += 1
+        if self.choices_read is not None:
+            self.choices_read += self._read_of_choice()
         return self.rows
+
+    def _read_of_choice(self) -> Tensor:
+        """Return how many tokens of the last choice a head reads, the mean over heads, [B] fp64."""
+        assert self.unread is not None
+        return (~self.unread).sum(-1).double().mean(1)
 
     def check_choice(self, rows: Tensor, top: int | None) -> None:
         """Raise `ReturnedError` if the choice `rows` names tokens that do not exist, or one token
@@ -154,24 +196,59 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         self._check_selected(rows, None, None)
         assert self.plan is not None
         given, choosing = f"{type(self).__name__}.rows_of returned", (self.spec.num_kv_heads, self.spec.num_heads)
-        self.layer.check_rows(given, self.rows_of(rows, self.plan), self.sealed, heads=choosing, gaps=True)
+        self.layer.check_rows(given, self.selected_rows(), self.sealed, heads=choosing, gaps=True)
 
     def _check_selected(self, rows: Tensor, among: int | None, count: int | None) -> None:
         """Raise `ReturnedError` unless every head has `count` row numbers, all different and below
         `among`. None allows any count, or any numbers."""
-        choosing = self.spec.num_kv_heads, self.spec.num_heads
-        self.layer.check_rows(f"{type(self).__name__}.select returned", rows, among, heads=choosing, count=count)
+        choosing, given, gaps = (self.spec.num_kv_heads, self.spec.num_heads), f"{type(self).__name__}.select", False
+        if self.unread is not None:
+            if self.unread.shape != rows.shape:
+                shapes = f"{list(rows.shape)} and log-weights {list(self.unread.shape)}"
+                raise ReturnedError(f"{given} returned rows {shapes}. Wanted is a log-weight for each row.")
+            rows, gaps = rows.masked_fill(self.unread, -1), True
+        self.layer.check_rows(f"{given} returned", rows, among, heads=choosing, count=count, gaps=gaps)
 
     @property
     def attended(self) -> Attended:
-        return super().attended if self.plan is None else self.attended_under(self.plan)
+        if self.plan is None:
+            return super().attended
+        whole = self.attended_under(self.plan)
+        if self.log_weights is None:
+            return whole
+        return whole._replace(prompt=self._always_read() + self._read_of_choice().mean().item())
+
+    def _always_read(self) -> float:
+        """Return how many prompt tokens a head reads besides the chosen ones."""
+        assert self.plan is not None
+        assert self.rows is not None
+        return self.attended_under(self.plan).prompt - self.rows.shape[2]
+
+    def readings(self, steps: int) -> tuple[float | Tensor, float]:
+        prompt, generated = super().readings(steps)
+        if self.choices_read is None or self.rows is None:
+            return prompt, generated
+        read = self.choices_read + steps * self._always_read()
+        self.choices_read.zero_()
+        return read, generated
+
+    @property
+    def reading(self) -> tuple[float | Tensor, float]:
+        if self.plan is None or self.log_weights is None:
+            return self.attended
+        return self._always_read() + self._read_of_choice(), self.attended_under(self.plan).generated
 
     def read_rows(self) -> Tensor | None:
         rows, groups = self.selected_rows(), self.spec.num_kv_heads
         return rows if rows is None or rows.shape[1] == groups else union_per_kv_head(rows, groups, self.sealed)
 
     def selected_rows(self) -> Tensor | None:
-        return None if self.plan is None or self.rows is None else self.rows_of(self.rows, self.plan)
+        if self.plan is None or self.rows is None:
+            return None
+        rows = self.rows_of(self.rows, self.plan)
+        if self.unread is None:
+            return rows
+        return rows.masked_fill(pad(self.unread, (rows.shape[2] - self.unread.shape[2], 0)), -1)
 
 
 class Select(Read[Plan], capturable=True):
@@ -206,9 +283,9 @@ class Select(Read[Plan], capturable=True):
     def read(self, x: AttnInput, plan: Plan) -> Tensor:
         rows = self.chosen(x.q, plan.top)
         if self.layer.far is not None:
-            return self.attend(x.q, self.fetch(rows), *self.always_read())
+            return self.attend(x.q, self.weighted(self.fetch(rows)), *self.always_read())
         sinks, *rest = self.always_read()
-        return self.attend(x.q, sinks, self.middle()._replace(rows=rows), *rest)
+        return self.attend(x.q, sinks, self.weighted(self.middle()._replace(rows=rows)), *rest)
 
     def always_read(self) -> list[Segment]:
         """Return the segments of the store that every step reads: the sinks, the window at the end

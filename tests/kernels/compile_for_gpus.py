@@ -50,7 +50,8 @@ from tests.kernels.test_block import drawn  # noqa: E402
 # of each operation: group sizes and head dims that are no powers of two, chosen rows, lengths that need several pieces
 CASES = (
     "segment_attention-gqa8-dim96-three", "segment_attention-gqa4-dim128-per-head",
-    "segment_attention-gqa4-dim128-live", "merge_attention-three", "merge_attention_with_lse-views-dim48",
+    "segment_attention-gqa4-dim128-live", "segment_attention-gqa5-dim48-weighted",
+    "merge_attention-three", "merge_attention_with_lse-views-dim48",
     "prefill_attention-gqa8-dim96-43of131", "prefill_attention_with_column_sums-dim128-70of140",
     "windowed_attention-near-dim128", "windowed_sums-near-dim96",
     "column_sums-dim96-17of51", "column_sums-dim128-32of300", "row_scores-dim256-g4-128",

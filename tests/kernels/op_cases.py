@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from math import inf, nan
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +57,8 @@ def converted(value: Any, dtype: torch.dtype, device: torch.device | str = "cpu"
     if isinstance(value, CodedFloats):
         return CodedFloats(*(converted(x, torch.float16, device) for x in value))
     if isinstance(value, Segment):
-        return Segment(*(converted(x, dtype, device) for x in value))
+        kept = None if value.log_weights is None else converted(value.log_weights, torch.float32, device)
+        return Segment(*(converted(x, dtype, device) for x in value[:4]), kept)
     if isinstance(value, Guess):
         return Guess(*(converted(x, dtype, device) for x in value))
     if isinstance(value, (list, tuple)):
@@ -102,6 +104,7 @@ def segment_attention() -> Iterator[OpCase]:
         own = pick(7, batch, heads, count, max(1, count // 3))
         yield OpCase("segment_attention", f"{name}-per-head", (q, [Segment(k, v, own), Segment(k, v, rows)], 0.2))
         yield OpCase("segment_attention", f"{name}-live", (q, _live(k, v, rows), 0.2))
+        yield OpCase("segment_attention", f"{name}-weighted", (q, weighted(k, v, rows, own), 0.2))
         if count > 30:
             yield OpCase("segment_attention", f"{name}-three", (q, _three(k, v, rows.shape[2]), 0.2))
     yield OpCase("segment_attention", "none-chosen", (q, _three(k := stored(2, 1, 2, 40, 16), k, 0), 0.2))
@@ -109,6 +112,18 @@ def segment_attention() -> Iterator[OpCase]:
     chosen = [pick(seed, 1, lists, 60, count) for seed, (lists, count) in enumerate(((2, 7), (6, 20), (2, 60), (6, 1)))]
     parts = [Segment(k[:, :, place::5], v[:, :, place::5], rows) for place, rows in enumerate([*chosen, None])]
     yield OpCase("segment_attention", "five", (q, parts, 0.2))
+
+
+def weighted(k: Tensor, v: Tensor, *rows: Tensor) -> list[Segment]:
+    """Chosen rows with log-weights, of KV heads and of query heads, none of which are read in the first list; and rows
+    that were fetched, of which those that are not read may be anything."""
+    shapes = [chosen.shape for chosen in rows] + [k.shape[:3]]
+    added = [random(place, *shape).masked_fill(random(place + 9, *shape) > 0.5, -inf) for place, shape in
+             enumerate(shapes)]  # fmt: skip
+    added[0][:, 0], added[-1][:, :, 0] = -inf, 0.7
+    unread = (added[-1] == -inf).unsqueeze(3)
+    fetched = Segment(k.masked_fill(unread, nan), v.masked_fill(unread, nan), log_weights=added[-1])
+    return [*(Segment(k, v, *both) for both in zip(rows, (None, None), added, strict=False)), fetched]
 
 
 def _live(k: Tensor, v: Tensor, rows: Tensor) -> list[Segment]:

@@ -44,7 +44,8 @@ AXIS = {  # of a kernel's grid: that of heads, rows or problems, whose number mu
     "_encode": 1, "_best_of_piece": 1, "_best_of_all": 0,
 }  # fmt: skip
 CASES = (
-    "segment_attention-gqa4-dim128-per-head", "merge_attention-many-tokens", "windowed_attention-near-dim128",
+    "segment_attention-gqa4-dim128-per-head", "segment_attention-gqa4-dim128-weighted",
+    "merge_attention-many-tokens", "windowed_attention-near-dim128",
     "windowed_sums-near-dim96", "column_sums-dim96-17of51", "row_scores-dim128-g3-65", "channel_sums-g4-16x4100",
     "channel_sums-g3-5x31", "gather_rows-gqa8-dim96-65", "group_margins-g3-30of31", "group_weights-g3-31-sum",
     "group_weights-g4-4100-sum", "pq_weights-m2b6-g4", "pq_weights-m4b8-g3", "rebuild_keys-gqa4-dim128-rank26-129",

@@ -163,6 +163,30 @@ def test_segments_are_one_softmax_over_their_union() -> None:
     assert_close(got, wanted, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("backend", ops.segment_attention.targets)
+def test_log_weights_count_rows_several_times(backend: str) -> None:
+    """Zeros change no bit; a row with log 2 counts as two, and one with minus infinity as none."""
+    q, k, v = random(1, 2, 6, 1, 64), stored(2, 2, 2, 90, 64), stored(3, 2, 2, 90, 64)
+    rows = pick(4, 2, 2, 60, 40)
+    plain = [reference.Segment(k, v, rows), reference.Segment(k[:, :, 60:], v[:, :, 60:])]
+    zeros = [plain[0]._replace(log_weights=torch.zeros(2, 2, 40)), plain[1]]
+    added = torch.zeros(2, 2, 40)
+    added[..., :9], added[..., 30:] = torch.tensor(2.0).log(), -float("inf")
+    again = torch.cat([rows[..., :9], rows[..., :30]], -1)
+    with use_backend(backend):
+        if reason := ops.segment_attention_with_lse.refusal(backend, q, zeros, 0.2):
+            pytest.skip(reason)
+        for one, other in zip(*(ops.segment_attention_with_lse(q, x, 0.2) for x in (plain, zeros)), strict=True):
+            assert torch.equal(one, other)
+        got = ops.segment_attention_with_lse(q, [plain[0]._replace(log_weights=added), plain[1]], 0.2)
+        wanted = ops.segment_attention_with_lse(q, [plain[0]._replace(rows=again), plain[1]], 0.2)
+        assert_close(got, wanted, atol=1e-6, rtol=1e-5)
+        nothing = [plain[0]._replace(log_weights=torch.full((2, 2, 40), -float("inf")))]
+        out, lse = ops.segment_attention_with_lse(q, nothing, 0.2)
+    assert torch.equal(lse, torch.full_like(lse, -float("inf")))
+    assert not out.any()
+
+
 @pytest.mark.parametrize("layout", ["by row", "by channel", "unequal", "unequal by channel"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=NAMES.get)
 @pytest.mark.parametrize("backend", ops.partial_products.targets)

@@ -4,6 +4,7 @@ arguments."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -15,12 +16,14 @@ from kernels.reference import Segment
 
 def _segments(q: Tensor, segments: Any, scale: float) -> int:
     """Return the bytes of the keys and values that attention over `segments` reads. A segment holds
-    keys, values, and the indices of the tokens to read, or None for all. A token that several query
+    keys, values, the indices of the tokens to read, or None for all, and perhaps log-weights: tokens
+    whose log-weight is minus infinity are not read. A token that several query
     heads of a group choose separately counts once for each."""
     total = 0
-    for k, v, rows, _ in segments:
-        tokens = k.shape[0] * k.shape[1] * k.shape[2] if rows is None else rows.numel()
-        total += tokens * (k.shape[3] + v.shape[3]) * k.element_size()
+    for segment in segments:
+        k, v, _, _, added = segment
+        tokens = len(k) * prod(segment.lists) if added is None else int((added > float("-inf")).sum())
+        total += tokens * (k.shape[3] + v.shape[3]) * k.element_size() + (0 if added is None else _whole(added))
     return total
 
 
