@@ -86,13 +86,6 @@ def test_a_wrong_word_of_another_command_does_too(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_parameter_that_only_some_methods_have_applies_to_those(cli: Cli, tmp_path: Path) -> None:
-    code, _, err = cli("-m", "method=shadowkv,full", "method.rank=8,16")
-    assert code == 0, err
-    ran = sorted(folder.name.split("-")[1] for folder in (tmp_path / "runs").glob("niah-*"))
-    assert ran == ["full", "shadowkv", "shadowkv"]  # Full does not depend on it, and ran once
-
-
 def test_a_yaml_with_the_name_of_a_built_in_one_is_refused(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "conf" / "method").mkdir(parents=True)
     file = tmp_path / "conf" / "method" / "pqcache.yaml"

@@ -23,7 +23,7 @@ from kernels.dispatch import use_backend
 from methods.base import Budget, Method
 from methods.base.pieces import TOKENS_AT_ONCE
 from methods.tiers.codec import FloatCodec
-from tests.methods.test_contract import attach, in_each_place, small, turn
+from tests.methods.test_contract import in_each_place, small, turn
 from tests.tape import Tape
 from tests.tiny import prompt, tiny
 
@@ -223,11 +223,3 @@ def test_the_exceptions_are_told_apart(
         cache = kv.cache(capacity=room)
         turn(kv, cache, prompt(79), steps=1)
         assert why in str(capture_refusal(engine.forward, cache))
-
-
-@in_each_place
-def test_all_others_can_be_captured(name: str, placement: str) -> None:
-    with attach(small(name), 0.5, placement=placement) as kv:
-        cache = kv.cache(capacity=100)
-        turn(kv, cache, prompt(80), steps=1)
-        assert capture_refusal(Engine(kv).forward, cache) is None

@@ -93,17 +93,6 @@ def test_layers_that_slide_take_the_bytes_of_their_window_and_no_budget(architec
     assert footprint(sliding)["device"] == SLIDING[architecture] * WINDOW * ROW
 
 
-@pytest.mark.tokens
-def test_layers_without_a_rotation_have_the_identity() -> None:
-    model = other("smollm3", no_rope_layers=[1, 0, 1])
-    wanted = generated(model, prompt(50))
-    with attached(model, Full()) as kv:
-        assert answer(kv, 50).tokens == wanted
-        cos, sin = kv.specs[1].rope(torch.arange(4))
-    assert (cos == 1).all()
-    assert (sin == 0).all()
-
-
 QWEN = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2, "num_hidden_layers": 4}
 
 

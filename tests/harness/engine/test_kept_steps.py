@@ -71,16 +71,35 @@ def seen(made: Generation) -> tuple[Any, ...]:
     return made.tokens, made.stops, made.measured, made.kv
 
 
+ON_HOST = ("full_offloaded", "pqcache", "quest", "sparq", "rocketkv", "infinigen", "shadowkv")
+UNEQUAL = [prompt(30), prompt(61, batch=2), prompt(90), prompt(33)]  # a budget of 40 covers two of them
+
+
+def attach_on_host(name: str, budget: float | int = 40, **how: Any) -> Any:
+    asked = {"budget": None if name.startswith("full") else budget, "calibration": prompt(64, seed=9)}
+    return attached(compilable(name), method_of(name), placement="host", **asked, **how)
+
+
+def method_of(name: str) -> Method:
+    """A small method. Of several heads ShadowKV's hit cache moves as many chunks for each, alone and where it may wait:
+    here it moves what it reads."""
+    method = small(name)
+    return replace(method, hit_cache=False) if isinstance(method, ShadowKV) else method
+
+
 @pytest.mark.tokens
-@pytest.mark.parametrize("name", TOGETHER)
-def test_twelve_examples_that_come_and_go_are_captured_once_for_each_size(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "placement"), [*((name, "device") for name in TOGETHER), *((name, "host") for name in ON_HOST)]
+)
+def test_examples_that_come_and_go_are_captured_once_for_each_size(name: str, placement: str) -> None:
     """Of four slots, whether or not one of them is free, of two and of one."""
-    with attach_compiled(name) as kv:
+    with attach_compiled(name) if placement == "device" else attach_on_host(name, 0.5) as kv:
         plain, engine, tape = engines(kv)
-        alone = [plain.generate(ids, max_new_tokens=new) for ids, new in examples()]
-        made = in_a_batch(engine, 4)
+        made = in_a_batch(engine, 4, few=12 if placement == "device" else 6)
+        alone = [plain.generate(ids, max_new_tokens=new) for ids, new in examples()[: len(made)]]
     assert engine.plain_steps is None
     assert [seen(one) for one in made] == [seen(one) for one in alone]
+    assert (made[0].measured["moved_bytes_per_step"] > 0) == (placement == "host")
     assert tape.captured <= 3 * SIZES.get(name, 1) or name in EACH
     assert not tape.dropped or name in EACH
 
@@ -212,42 +231,11 @@ def test_a_kept_step_reads_nothing_of_the_sequence_it_was_captured_for(name: str
     assert len(graphs.graphs) == 2
 
 
-ON_HOST = ("full_offloaded", "pqcache", "quest", "sparq", "rocketkv", "infinigen", "shadowkv")
-on_host = pytest.mark.parametrize("name", ON_HOST)
-UNEQUAL = [prompt(30), prompt(61, batch=2), prompt(90), prompt(33)]  # a budget of 40 covers two of them
-
-
-def attach_on_host(name: str, budget: float | int = 40, **how: Any) -> Any:
-    asked = {"budget": None if name.startswith("full") else budget, "calibration": prompt(64, seed=9)}
-    return attached(compilable(name), method_of(name), placement="host", **asked, **how)
-
-
-def method_of(name: str) -> Method:
-    """A small method. Of several heads ShadowKV's hit cache moves as many chunks for each, alone and where it may wait:
-    here it moves what it reads."""
-    method = small(name)
-    return replace(method, hit_cache=False) if isinstance(method, ShadowKV) else method
-
-
 @pytest.mark.tokens
-@on_host
+@pytest.mark.parametrize("name", ON_HOST)
 def test_members_get_and_move_what_each_does_alone(name: str) -> None:
     with attach_on_host(name) as kv:
         assert_together_as_alone(kv, UNEQUAL, None)
-
-
-@pytest.mark.tokens
-@on_host
-def test_examples_that_come_and_go_are_captured_once_for_each_size(name: str) -> None:
-    with attach_on_host(name, 0.5) as kv:
-        plain, engine, tape = engines(kv)
-        made = in_a_batch(engine, 4, few=6)
-        alone = in_a_batch(plain, 1, few=6)
-    assert engine.plain_steps is None
-    assert [seen(one) for one in made] == [seen(one) for one in alone]
-    assert made[0].measured["moved_bytes_per_step"] > 0
-    assert tape.captured <= 3 or name in EACH
-    assert not tape.dropped or name in EACH
 
 
 @pytest.mark.tokens

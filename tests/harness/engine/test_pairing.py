@@ -12,20 +12,16 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from harness.engine.attach import attached, observer
-from harness.engine.batch.running import RunningBatch
 from harness.engine.cache import UnsupportedError
-from harness.engine.engine import Engine
 from harness.engine.hf import channel_pairing, layer_specs
 from harness.engine.pairing import Angles, Pairing
 from kernels.rope import halves, rotate, unrotate
 from methods.full import Full
-from tests.harness.engine.test_hf import NEW, generated
 from tests.methods.test_contract import Step, small, turn
-from tests.tiny import BORDER, PARTLY, SHAPE, by_length, fresh, prompt, tiny
+from tests.tiny import BORDER, SHAPE, by_length, fresh, prompt, tiny
 
 KNOW_ROTATIONS = ("shadowkv", "lm_infinite", "infllm", "streaming", "infinigen")
 CALIBRATION = prompt(64, seed=9)
-LENGTHS = (61, 40, 77)
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "partial_rotary_factor": 0.5}
 D = 16  # channels of a head
 
@@ -131,30 +127,6 @@ def test_methods_read_a_model_as_they_read_one_that_rotates_whole_heads(architec
         assert ours.attended == theirs.attended
         assert_close(ours.logits, theirs.logits, atol=1e-3, rtol=1e-3)
     assert (ours.logits - steps(model, "full", 1.0)[-1].logits).abs().max() > 0.1
-
-
-@pytest.mark.tokens
-@pytest.mark.parametrize("name", KNOW_ROTATIONS)
-@pytest.mark.parametrize("architecture", [*PARTLY, "phi4 over its border"])
-def test_a_budget_that_covers_all_gives_generates_tokens(architecture: str, name: str) -> None:
-    model = by_length("phi4", "longrope") if "border" in architecture else tiny(architecture)
-    ids = prompt(BORDER - 4)
-    with attached(model, small(name), budget=1.0, calibration=CALIBRATION) as kv:
-        assert Engine(kv).generate(ids, max_new_tokens=NEW).tokens == generated(model, ids)
-
-
-@pytest.mark.tokens
-@pytest.mark.parametrize("architecture", PARTLY)
-def test_prompts_of_other_lengths_step_together(architecture: str) -> None:
-    model, texts = tiny(architecture), [prompt(length, seed=length) for length in LENGTHS]
-    with attached(model, Full()) as kv:
-        engine = Engine(kv)
-        assert (engine.plain_reason is None) == (architecture != "glm4")
-        batch = RunningBatch(engine)
-        slots = [engine.join(batch, ids, max_new_tokens=NEW) for ids in texts]
-        while batch.sequences:
-            batch.step()
-    assert [slot.out.tokens for slot in slots] == [generated(model, ids) for ids in texts]
 
 
 def test_neighbours_become_halves() -> None:

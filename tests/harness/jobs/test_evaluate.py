@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from harness.jobs.evaluate import evaluate
 from harness.jobs.job import Job
 from harness.models.devices import DeviceError
 from harness.results.files import read_json
-from harness.results.run_folder import Run, StoredRun
+from harness.results.run_folder import StoredRun
 from methods.full import Full
 from tests import forks
 from tests.failures import third_record_fails
@@ -132,41 +130,6 @@ def test_what_was_timed_on_this_machine_is_written_down_and_kept(tmp_path: Path)
     assert read_json(again.folder / "run.json")["measured"] == other
     repeated = run(tmp_path, replace(PQ, **other), baseline="off")
     assert [record.tokens for record in repeated.records] == [record.tokens for record in again.records]
-
-
-def stalled(*words: str) -> None:
-    """The command, up to its third record."""
-    append = Run.append
-
-    def stall(run: Run, record: Any) -> None:
-        append(run, record)
-        if (run.folder / "examples.jsonl").read_bytes().count(b"\n") == 3:
-            print("three", flush=True)
-            time.sleep(600)
-
-    Run.append = stall  # type: ignore[method-assign]
-    forks.module("harness", *words)
-
-
-def test_kill_9_then_the_same_command(tmp_path: Path) -> None:
-    """The real thing: a killed process, and its command typed again."""
-    arguments = [*MODEL_ARGS, *TASK_ARGS, "task.depths=12", "baseline=off", f"results.root={tmp_path}"]
-    first = Forked(stalled, *arguments)
-    while "three\n" not in first.out:
-        assert first.process.is_alive(), first.err
-        time.sleep(0.02)
-    first.process.kill()
-    assert first.wait() == -signal.SIGKILL
-    (lines,) = tmp_path.glob("*/examples.jsonl")
-    before = lines.read_bytes()
-    kept = before[: before.rfind(b"\n") + 1]
-    assert kept.count(b"\n") == 3
-    second = Forked(forks.module, "harness", *arguments)
-    assert second.wait() == 0, second.err
-    after = lines.read_bytes()
-    assert after.startswith(kept)
-    ids = [line.split(b'"', 4)[3] for line in after.splitlines()]
-    assert len(ids) == len(set(ids)) == 12
 
 
 @pytest.mark.tokens

@@ -161,7 +161,9 @@ def test_a_run_whose_examples_all_fail_ends_with_their_error(
     (folder,) = tmp_path.iterdir()
     stored = load(folder)
     assert (stored.status, stored.info["error"], len(stored.failed)) == ("failed", "ValueError: not today", 2)
+    assert (folder / "error.txt").is_file()
     assert len(evaluate(Moody(), task, MODEL, settings(tmp_path, shared_prefill=shared)).records) == 2
+    assert not (folder / "error.txt").exists()
 
 
 @pytest.mark.parametrize("batch", [1, 2])

@@ -3,9 +3,8 @@ becomes of folders, locks, errors and measurements is the same with and without 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -14,12 +13,9 @@ from harness.jobs.evaluate import evaluate, evaluate_together
 from harness.jobs.job import Job
 from harness.jobs.runner import Runner
 from harness.results.lock import is_locked
-from harness.results.run_folder import load
-from methods.base import CacheState, KVLayer, LayerSpec
 from methods.full import Full
 from methods.infllm import InfLLM
 from methods.oracle import Oracle
-from methods.streaming import Streaming
 from tests.fast import MODEL, PQ, STREAMING, niah
 from tests.quick import mostly_slow
 
@@ -106,45 +102,3 @@ def test_a_run_holds_its_lock_until_it_ends(tmp_path: Path, monkeypatch: pytest.
     made = evaluate(PQ, niah(depths=2), MODEL, settings(tmp_path, shared_prefill=shared, baseline="off"))
     assert locked == [True, True]
     assert not is_locked(made.folder)
-
-
-class Broken(Streaming):
-    """Fails in the phase that `fails` names."""
-
-    fails: ClassVar[str] = ""
-
-    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        layers = super().start(specs, cache)
-        if self.fails == "start":
-            raise KeyError("start")
-        if self.fails == "decode":
-            setattr(layers[-1], self.fails, self._fail)
-        return layers
-
-    def _fail(self, *_: object) -> None:
-        raise KeyError(self.fails)
-
-
-@both
-@pytest.mark.parametrize("phase", ["start", "decode"])
-def test_a_job_that_fails_fails_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, shared: bool
-) -> None:
-    monkeypatch.setattr(Broken, "fails", phase)
-    broken = Broken(sinks=4, positions="cache")
-    task, failed = niah(depths=2), []
-    wanted = [Job.plan(m, task, MODEL, settings(tmp_path, shared_prefill=shared)) for m in (broken, Full(), PQ)]
-    made = evaluate_together(wanted, failed.append)
-    assert [(one.summary["method"], one.summary["status"], len(one.records)) for one in made] == [
-        ("full", "complete", 2),
-        ("pqcache", "complete", 2),
-    ]
-    assert [type(error) for error in failed] == [KeyError]
-    (text,) = tmp_path.glob("*/error.txt")
-    assert f"KeyError: '{phase}'" in text.read_text()
-    stored = load(text.parent)
-    assert (stored.status, stored.info["error"]) == ("failed", f"KeyError: '{phase}'")
-    monkeypatch.setattr(Broken, "fails", "")
-    again = evaluate_together(wanted)
-    assert [one.summary["status"] for one in again] == ["complete"] * 3
-    assert not text.exists()

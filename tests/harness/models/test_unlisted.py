@@ -199,13 +199,6 @@ def test_a_checkpoint_is_refused_by_what_it_does(kind: str, tmp_path: Path) -> N
         HuggingFace(str(tmp_path), window=100).describe()
 
 
-def test_code_of_a_repository_is_not_run(tmp_path: Path) -> None:
-    config = {"architectures": ["ChatGLMModel"], "model_type": "chatglm", "auto_map": {"AutoModel": "own.ChatGLMModel"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"ChatGLMModel, which needs code of its repository.*-hf"):
-        HuggingFace(str(tmp_path)).describe()
-
-
 BY_PROBE: dict[str, str] = {
     "vaultgemma": "caps its attention logits",
     "deepseek_v3": "keys of 192 channels and values of 128",
