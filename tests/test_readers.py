@@ -229,7 +229,7 @@ READERS = {
     "a model's config": Reader(
         {
             "architectures": ["LlamaForCausalLM"],
-            "use_bidirectional_attention": False,
+            "is_causal": True,
             "rope_parameters": {"rope_theta": 10000.0, "factor": 2.0},
             "attn_logit_softcapping": 0.5,
         },
@@ -239,7 +239,7 @@ READERS = {
         also={
             "": ("an object",),
             "architectures": (*OPTIONAL, "a list"),
-            "use_bidirectional_attention": OPTIONAL,
+            "is_causal": OPTIONAL,
             "rope_parameters": (*OPTIONAL, "an object"),
             **dict.fromkeys(
                 ("rope_parameters.rope_theta", "rope_parameters.factor", "attn_logit_softcapping"),

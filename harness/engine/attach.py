@@ -27,7 +27,7 @@ from harness.engine.cache import KVCache
 from harness.engine.hf import is_routed, layer_specs, routed
 from harness.engine.loop import STEP, LoopCache, LoopCalls, LoopUsage
 from harness.engine.rotation import text_rotary
-from harness.models.devices import wait_for
+from harness.models.devices import note_devices, wait_for
 from methods.base import (
     AttnInput,
     Budget,
@@ -92,6 +92,7 @@ class Attachment:
         self.codec, self.disk, self.capacity = codec, disk, capacity
         self.ahead = overlap and placement != DEVICE  # without placement, only a store of conversations moves rows
         self.engine = shared_engine(model.device)
+        note_devices({weight.device for weight in model.parameters()})
         self.model_specs = layer_specs(model)
         self.rotary = text_rotary(model)
         self.specs = whole_layers(self.model_specs)  # the layers that the method serves

@@ -22,7 +22,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from harness.engine.cache import KVCache, UnsupportedError
 from harness.engine.pairing import Pairing, pairing_of
 from harness.engine.rotation import TextRotary, in_place, text_rotary
-from harness.engine.trial import LayerTrial, trial
+from harness.engine.trial import LayerTrial, trial, unsupported
+from harness.models import probe
 from harness.models.base import is_listed, sliding_windows
 from harness.models.devices import current
 from methods.base import AttnInput, LayerSpec
@@ -158,8 +159,14 @@ def _arriving(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the self-attention of every decoder layer, in order."""
-    return [layer.self_attn for layer in model.get_decoder().layers]
+    """Return the self-attention of every decoder layer, in order. Raise `UnsupportedError` if a model
+    whose class is not listed is not built of such layers."""
+    if is_listed(model):
+        return [layer.self_attn for layer in model.get_decoder().layers]
+    try:
+        return probe.attention_modules(model)
+    except probe.ProbeError as reason:
+        raise unsupported(model, reason) from reason
 
 
 def is_routed(model: PreTrainedModel) -> bool:
@@ -313,6 +320,8 @@ class QueryProjection:
         self.module: Any = module
         self.model, self.pairing = model, pairing
         self.num_heads: int = model.config.num_attention_heads
+        weight = getattr(getattr(module, "q_norm", None), "weight", None)
+        self.norms_whole = weight is not None and weight.shape[-1] != module.head_dim  # OLMo 2: all heads as one
 
     def __call__(self, hidden: Tensor) -> Tensor:
         width = self.num_heads * self.module.head_dim
@@ -322,7 +331,9 @@ class QueryProjection:
             joint = self.module.qkv_proj
             plain = type(joint) is nn.Linear  # quantised rows cannot be taken out of the whole
             q = nn.functional.linear(hidden, joint.weight[:width]) if plain else joint(hidden)[..., :width]
+        if self.norms_whole:
+            q = self.module.q_norm(q)
         q = q.view(*hidden.shape[:2], self.num_heads, -1)
-        if hasattr(self.module, "q_norm"):
+        if hasattr(self.module, "q_norm") and not self.norms_whole:
             q = self.module.q_norm(q)
         return self.pairing.in_halves(q.transpose(1, 2))

@@ -92,6 +92,6 @@ def _turned(attention: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor
     for width in (x.shape[-1], cos.shape[-1]):
         try:
             return torch.cat([apply(x[..., :width], x[..., :width], cos, sin)[0], x[..., width:]], -1)
-        except RuntimeError:  # cos does not fit so many channels
+        except (RuntimeError, TypeError):  # cos does not fit so many channels, or the function takes other arguments
             continue
     return None

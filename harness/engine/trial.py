@@ -48,12 +48,15 @@ def trial(model: Any, pairing: Pairing | None, projections: Sequence[Callable[[T
     try:
         calls = probe(model, sliding_windows(model.config), model.config.vocab_size // 2, places)
     except ProbeError as reason:
-        raise UnsupportedError(
-            f"{type(model).__name__} {reason}, which is not supported: choose another model."
-        ) from reason
+        raise unsupported(model, reason) from reason
     finally:
         decoder.rotary_emb = rotary
     return [_tried(call, pairing, project) for call, project in zip(calls, projections, strict=True)]
+
+
+def unsupported(model: Any, reason: ProbeError) -> UnsupportedError:
+    """Return the error for a model that the engine would compute wrongly, for a `reason`."""
+    return UnsupportedError(f"{type(model).__name__} {reason}, which is not supported: choose another model.")
 
 
 @torch.no_grad()

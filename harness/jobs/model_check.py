@@ -3,7 +3,8 @@
 What its attention does is known to be what the engine computes (harness/models/probe.py). Its
 numbers are compared all the same, once for each revision, dtype and version, on the first tokens of
 the first prompt: Full, with the prompt in chunks, against `generate`. How much rounding explains is
-measured: a mixture of experts in 16 bits may send a token to other experts for one bit. The result
+measured: a mixture of experts in 16 bits may send a token to other experts for one bit. What
+rounding in 16 bits would hide is seen by a copy in fp32, where memory has room for one. The result
 stays in the user's cache, so that later processes need not compute it again."""
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from copy import deepcopy
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -19,6 +22,7 @@ from torch import Tensor
 
 from harness.engine.attach import attached
 from harness.engine.engine import Engine
+from harness.jobs.machine import free_bytes
 from harness.models.base import DTYPES, LoadedModel, ModelError, is_listed
 from harness.models.embedded import cache_root
 from harness.results.files import digest, read_json, write_json
@@ -28,7 +32,11 @@ from harness.terminal.notices import say_once
 from methods.full import Full
 
 PROMPT_TOKENS, NEW_TOKENS, CHUNK = 512, 8, 192
-ROUNDING = {"fp32": 1e-3, "fp16": 0.03, "bf16": 0.1}  # by which logits may differ at least, as a share of their spread
+COPY = "a copy in fp32"
+# By which logits may differ at least, as a share of their spread. In a copy, more tokens than in a model that was fp32
+# all along may go to other experts: weights of 16 bits give ties.
+ROUNDING = {"fp32": 1e-3, COPY: 0.01, "fp16": 0.03, "bf16": 0.1}
+COPY_BYTES = 6  # per parameter: free memory that a copy in fp32, and its computation, may take
 SELF = 2  # and times as much as they differ between two ways in which transformers computes the model
 
 _known: dict[str, dict[str, Any]] = {}  # the outcomes of this process, by key
@@ -54,6 +62,9 @@ def check_against_generate(loaded: LoadedModel, prompt: Sequence[int]) -> dict[s
             _known[key] = read_json(file)["outcome"]
     if key not in _known:
         outcome = _compared(loaded, prompt, dtype)
+        if _has_room_for_fp32(loaded.model):
+            exact = _compared(replace(loaded, model=deepcopy(loaded.model).float()), prompt, COPY)
+            outcome["difference_in_fp32"] = exact["difference"]
         with suppress(OSError):  # if the cache cannot be written, every process compares them
             file.parent.mkdir(parents=True, exist_ok=True)
             write_json(file, own | {"outcome": outcome})
@@ -67,6 +78,16 @@ def check_against_generate(loaded: LoadedModel, prompt: Sequence[int]) -> dict[s
 
 def _dtype(loaded: LoadedModel) -> str:
     return next(name for name, full in DTYPES.items() if loaded.model.dtype == getattr(torch, full))
+
+
+def _has_room_for_fp32(model: Any) -> bool:
+    """Return True if a model computes in 16 bits, with plain weights on one device that has room for a
+    copy of them in fp32."""
+    weights = list(model.parameters())
+    if model.dtype == torch.float32 or getattr(model, "is_quantized", False) or len({x.device for x in weights}) > 1:
+        return False
+    free = free_bytes(str(model.device))
+    return free is not None and COPY_BYTES * sum(weight.numel() for weight in weights) <= free
 
 
 @torch.inference_mode()

@@ -9,9 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
-from harness.models.devices import check_device, note_devices
+from harness.models.devices import check_device
 from harness.models.probe import Heads, ProbeError, on_meta, probe
 
 if TYPE_CHECKING:
@@ -205,7 +206,6 @@ class ModelSource(ABC):
             torch.cuda.set_device(place)
         model = self.build(target, place)
         model.train(False).requires_grad_(False)
-        note_devices({weight.device for weight in model.parameters()})
         if not is_listed(model):
             self.describe()  # which raises if the engine would compute it wrongly
         for weight in model.parameters():  # at the start of a cache line, where they are read faster
@@ -220,7 +220,13 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
     from transformers import AutoModelForCausalLM
 
     config, auto = source.config(), cast(Any, AutoModelForCausalLM)
-    model, windows = on_meta(config, auto.from_config), sliding_windows(config)
+    try:
+        model, windows = on_meta(config, auto.from_config), sliding_windows(config)
+    except Exception as error:
+        raise ModelError(
+            f"{identity.name} cannot be built from its config ({shorten(str(error), 120)}): correct it, or choose "
+            "another model."
+        ) from error
     heads = probed(model, identity.name) or Heads(
         config.num_attention_heads,
         config.num_key_value_heads,
@@ -257,9 +263,10 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
 
 def is_listed(model: PreTrainedModel) -> bool:
     """Return True if the class of a model is one of transformers' that is named in ARCHITECTURES,
-    and no subclass of it."""
-    kind = type(model)
-    return kind.__name__ in ARCHITECTURES and kind.__module__.startswith("transformers.")
+    and no subclass of it, and its config does not let tokens see later ones."""
+    kind, config = type(model), model.config
+    causal = getattr(config, "is_causal", True) and not getattr(config, "use_bidirectional_attention", False)
+    return kind.__name__ in ARCHITECTURES and kind.__module__.startswith("transformers.") and causal
 
 
 def probed(model: PreTrainedModel, name: str) -> Heads | None:

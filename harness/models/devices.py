@@ -18,7 +18,7 @@ PREFILL_CHUNK = 8192  # tokens of a prompt that pass through a layer at once on 
 # Names of classes of methods whose steps on a GPU were measured to be faster with overlap=on. None was measured since
 # events order transfers and the model's work (methods/tiers/transfer.py).
 OVERLAP_HELPS: frozenset[str] = frozenset()
-_several: list[torch.device] = []  # those of the loaded model, if it lies on several GPUs
+_several: list[torch.device] = []  # those of the model that was attached last, if it lies on several GPUs
 NODES = (Path("/dev/nvidia0"), Path("/dev/dxg"))  # device files of a GPU under Linux, and under WSL
 
 
@@ -110,22 +110,21 @@ def why_unusable() -> str:
 
 
 def note_devices(devices: set[torch.device]) -> None:
-    """Remember on which devices the model lies that is loaded from now on."""
+    """Remember on which devices the model lies that is attached from now on, for clocks and peaks."""
     _several[:] = sorted(devices, key=str) if len(devices) > 1 else ()
 
 
 def parts_of(device: torch.device) -> list[torch.device]:
-    """Return all devices of the loaded model, whose first weights lie on `device`."""
+    """Return all devices of the model that was attached last, whose first weights lie on `device`."""
     return list(_several) or [device]
 
 
 def current(device: torch.device) -> AbstractContextManager[None]:
-    """Make `device` the one on which kernels are launched, for work of a layer that lies there.
-    Where a model lies on one device, that is so already."""
-    if not _several or device.type != "cuda":
-        return nullcontext()
+    """Make `device` the one on which kernels are launched, for work of a layer that lies there."""
     import torch
 
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return nullcontext()
     return torch.cuda.device(device)
 
 

@@ -34,7 +34,7 @@ CONFIG = {  # the parts of config.json that are read here; transformers checks w
     "model_type?": "text",
     "is_encoder_decoder?": "true or false",
     **{f"{key}?": "a number" for key in ("attn_logit_softcapping", "kv_lora_rank", "attention_chunk_size")},
-    **{f"{key}?": "true or false" for key in ("use_bidirectional_attention", "add_cross_attention", "alibi")},
+    **{f"{key}?": "true or false" for key in ("is_causal", "add_cross_attention", "alibi")},
     "num_kv_shared_layers?": "a number",
     "rope_parameters?": _ROPE,
     "rope_scaling?": _ROPE,
@@ -43,8 +43,8 @@ CONFIG = {  # the parts of config.json that are read here; transformers checks w
 }
 REFUSED = {  # what a value in config.json says that a model does and that the engine cannot do
     "attn_logit_softcapping": "caps its attention logits",
-    "use_bidirectional_attention": "attends to later tokens too (it embeds texts)",
     "kv_lora_rank": "compresses keys and values together (multi-head latent attention, MLA)",
+    "use_bidirectional_attention": "attends to later tokens too (it embeds texts, or sees images whole)",
     "attention_chunk_size": "attends within chunks of the text",
     "num_kv_shared_layers": "has layers that share keys and values",
     "add_cross_attention": "attends to the output of an encoder (cross attention)",

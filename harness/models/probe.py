@@ -99,7 +99,7 @@ def probe(
 
     `windows`: how many tokens each layer sees by the model's config; None for all. Attention is
     left out: each token gets its own value, so that all have the same states in every layer."""
-    modules = _attention_modules(model)
+    modules = attention_modules(model)
     calls, masks, cache = _noted(model, modules, token, places)
     if [call.module for call in calls] != modules:
         counted = f"{len(calls)} calls from {len(modules)} layers"
@@ -113,16 +113,20 @@ def probe(
     if len(divided) > 1:
         sizes = ", ".join(f"{heads}/{groups} heads of {size}" for heads, groups, size in divided)
         raise ProbeError(f"divides the attention of its layers in several ways ({sizes})")
+    if divided[0].num_heads != (stated := model.config.num_attention_heads):
+        raise ProbeError(f"has {divided[0].num_heads} query heads in each layer, and its config says {stated}")
     return calls
 
 
-def _attention_modules(model: PreTrainedModel) -> list[nn.Module]:
+def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     """Return the attention modules of the decoder layers, in order. Raise `ProbeError` if the model
     is not built of such layers."""
     if model.config.is_encoder_decoder:
         raise ProbeError("is an encoder-decoder")
     if model._is_stateful:
         raise ProbeError("keeps a state beside keys and values (linear attention or a state space)")
+    if not getattr(model.config, "is_causal", True):
+        raise ProbeError("attends to later tokens too (is_causal=false in its config)")
     decoder: Any = model.get_decoder()
     layers = getattr(decoder, "layers", ())
     modules: list[Any] = [getattr(layer, "self_attn", None) for layer in layers]
@@ -193,7 +197,9 @@ def _unlike(call: Call, window: int | None, masks: Mapping[int, tuple[Tensor, An
     """Return how one attention call differs from causal attention as the engine computes it; None
     if it does not. `window`: how many tokens the layer sees by the model's config, None for all."""
     if call.key.shape != call.value.shape:
-        return f"has keys of {call.key.shape[-1]} channels and values of {call.value.shape[-1]} (latent attention)"
+        return (
+            f"has keys of {call.key.shape[-1]} channels and values of {call.value.shape[-1]} (as latent attention has)"
+        )
     heads, groups, width = call.heads
     if heads % groups or call.key.shape[2:] != call.query.shape[2:]:
         return f"has queries {list(call.query.shape)} and keys {list(call.key.shape)}"

@@ -73,15 +73,15 @@ class KVPress(Method):
         return f"all is read: the prompt of {sealed} tokens is no longer than the press's windows of {self.windows}"
 
     def check_model(self, spec: LayerSpec) -> None:
-        """Raise `KVPressError` if the press cannot be made or cannot run here. Presses rotate queries
-        themselves, and know whole heads in two halves alone."""
+        """Raise `KVPressError` if the press cannot be made or cannot run here. Presses norm and rotate
+        queries themselves, and know whole heads in two halves alone."""
         build(self.press)
         projection = spec.project_query
-        neighbours = isinstance(projection, QueryProjection) and projection.pairing.neighbours
-        if neighbours or (spec.rotary_dim or spec.head_dim) < spec.head_dim:
+        other = isinstance(projection, QueryProjection) and (projection.pairing.neighbours or projection.norms_whole)
+        if other or (spec.rotary_dim or spec.head_dim) < spec.head_dim:
             raise KVPressError(
-                "This model rotates a part of each head, or neighbouring channels together, which no press of kvpress "
-                "can do: choose a method that is not kvpress."
+                "This model rotates a part of each head, or neighbouring channels together, or norms the queries of "
+                "all heads as one, which no press of kvpress can do: choose a method that is not kvpress."
             )
 
     def cost(self, case: LayerWorkload) -> Cost:

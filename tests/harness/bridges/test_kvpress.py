@@ -24,6 +24,7 @@ from harness.jobs.alignment import shapes
 from harness.models.random import Random
 from methods.full import Full
 from methods.pools import KVStore, PerHeadStore
+from tests.harness.models.test_unlisted import UNLISTED, model_of
 from tests.tiny import HYBRID, prompt, tiny
 
 pytestmark = pytest.mark.skipif(
@@ -149,11 +150,12 @@ def test_a_press_finds_the_rotation_of_its_layer(architecture: str) -> None:
         assert_close(torch.atan2(sin, cos).cos(), angles.cos(), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("architecture", ["glm", "phi4"])
-def test_a_press_is_refused_where_it_would_rotate_otherwise_than_the_model(architecture: str) -> None:
+@pytest.mark.parametrize("architecture", ["glm", "phi4", "olmo2"])
+def test_a_press_is_refused_where_it_would_compute_queries_otherwise_than_the_model(architecture: str) -> None:
+    made = model_of(architecture) if architecture in UNLISTED else tiny(architecture)
     with (
-        pytest.raises(KVPressError, match="rotates a part of each head"),
-        attached(tiny(architecture), KVPress(press=EXPECTED), budget=BUDGET),
+        pytest.raises(KVPressError, match=r"rotates a part of each head, .* or norms the queries of all heads as one"),
+        attached(made, KVPress(press=EXPECTED), budget=BUDGET),
     ):
         pass
 

@@ -86,6 +86,7 @@ def test_caches_lie_with_their_layers_and_sequences_attend_alone() -> None:
     with other_device(), use_backend("torch"), attached(split("llama"), Full()) as kv:
         engine = Engine(kv)
         assert engine.forward is None
+        assert devices.parts_of(CPU) == [CPU, OTHER]
         assert _placed(kv.model_specs) == {"cpu": "0 to 0", "meta": "1 to 2"}
         batch = RunningBatch(engine)
         slots = [engine.join(batch, ids, max_new_tokens=5) for ids in prompts]
@@ -160,3 +161,6 @@ def test_memory_and_clocks_count_all_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     assert (seen, usage.device_bytes) == (gpus * 2, 21)
     devices.note_devices({CPU})
     assert devices.parts_of(gpus[1]) == [gpus[1]]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda gpu: gpu)
+    assert [devices.current(gpu) == gpu for gpu in (CPU, *gpus)] == [False, False, True]  # whatever was noted last

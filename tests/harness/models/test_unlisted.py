@@ -35,7 +35,7 @@ from methods.shadowkv import ShadowKV
 from methods.snapkv import SnapKV
 from methods.streaming import Streaming
 from tests.fast import niah
-from tests.tiny import SHAPE, prompt, tiny
+from tests.tiny import SHAPE, fresh, prompt, tiny
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 SLIDES = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
@@ -48,6 +48,10 @@ UNLISTED: dict[str, dict[str, Any]] = {
     "glm4_moe": EXPERTS | {"head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
     "nanochat": {},
     "olmo3": SLIDES,  # a rotation per kind of layer
+    "olmo": {"clip_qkv": 0.5},  # cuts off what its projections give
+    "gemma4_text": SLIDES  # its function for rotations takes other arguments
+    | {"layer_types": [*SLIDES["layer_types"][:2], "full_attention"], "head_dim": 16, "global_head_dim": 16}
+    | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
     "afmoe": EXPERTS | SLIDES | {"head_dim": 16, "num_dense_layers": 1},  # gates what attention gives
 }
 
@@ -72,13 +76,13 @@ def test_an_unlisted_class_gives_the_tokens_of_generate(kind: str) -> None:
 
 
 def test_what_methods_are_told_is_tried_and_only_those_that_need_what_is_unknown_are_refused() -> None:
-    """NanoChat turns keys the other way round, the queries of OLMo 2 are normed as a whole."""
+    """NanoChat turns keys the other way round, OLMo clips queries. OLMo 2's one norm of all heads is known."""
     unknown = {kind: {spec.unknown for spec in layer_specs(model_of(kind))} for kind in UNLISTED}
-    lacking = {"olmo2": (QUERIES,), "olmo3": (QUERIES,), "nanochat": (ROTATION, QUERIES)}
+    lacking = {"olmo": (QUERIES,), **dict.fromkeys(("nanochat", "gemma4_text"), (ROTATION, QUERIES))}
     assert unknown == {kind: {lacking.get(kind, ())} for kind in UNLISTED}
     still = [spec.rope(torch.tensor([9]))[1].abs().max() == 0 for spec in layer_specs(model_of("cohere2"))]
     assert still == [False, True, False]
-    for kind, method, what in (("nanochat", ShadowKV(), ROTATION), ("olmo2", InfiniGen(), QUERIES)):
+    for kind, method, what in (("nanochat", ShadowKV(), ROTATION), ("olmo", InfiniGen(), QUERIES)):
         with pytest.raises(ValueError, match=f"{type(method).__name__} must know {what}"):
             answered(model_of(kind), prompt(30), method)
     model, ids = model_of("nanochat"), prompt(200)
@@ -93,6 +97,19 @@ def test_a_model_of_ones_own_is_refused_by_what_it_does_and_never_runs_by_blocks
     capped = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma2", **SHAPE, head_dim=16)).eval()
     with pytest.raises(UnsupportedError, match="Gemma2ForCausalLM caps its attention logits"), attached(capped, Full()):
         pass
+    capped = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_neox", num_hidden_layers=1, vocab_size=9))
+    with pytest.raises(UnsupportedError, match="GPTNeoXForCausalLM is not built of"), attached(capped, Full()):
+        pass
+    both_ways = (("llama", {"is_causal": False}), ("gemma3_text", {"use_bidirectional_attention": True}))
+    for kind, change in both_ways:  # listed classes, which are not tried otherwise
+        with (
+            pytest.raises(UnsupportedError, match="attends to later tokens too"),
+            attached(fresh(kind, **change), Full()),
+        ):
+            pass
+    fewer = AutoConfig.for_model("laguna", **SHAPE | EXPERTS, head_dim=16, num_attention_heads_per_layer=[4] * 3)
+    with pytest.raises(UnsupportedError, match="has 4 query heads in each layer, and its config says 8"):
+        layer_specs(AutoModelForCausalLM.from_config(fewer).eval())
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 4.0}
     rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "short_mscale": 1.2, "long_mscale": 1.3}
     stretched = AutoModelForCausalLM.from_config(
@@ -155,10 +172,14 @@ def test_it_is_compared_with_generate_once_and_the_result_is_shown(
     assert run("two").info["model_check"] == made.info["model_check"]
     assert compared == ["fp32"]
     run("three", dtype="bf16")
-    assert compared == ["fp32", "bf16"]
+    assert compared == ["fp32", "bf16", model_check.COPY]
 
 
-def test_a_model_that_the_engine_computes_otherwise_is_refused(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("dtype", "factor"), [("fp32", 1.1), ("bf16", 1.02)])
+def test_a_model_that_the_engine_computes_otherwise_is_refused(
+    dtype: str, factor: float, saved: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where rounding in the model's own dtype is larger than the error."""
     from transformers.models.granite import modeling_granite as granite
 
     folder, forward = saved("granite"), granite.GraniteAttention.forward
@@ -166,12 +187,12 @@ def test_a_model_that_the_engine_computes_otherwise_is_refused(saved: Saved, mon
     def own(module: Any, hidden_states: torch.Tensor, *args: Any, **more: Any) -> Any:
         """Attention that does something else when it runs through an interface that it does not know."""
         out, weights = forward(module, hidden_states, *args, **more)
-        return out * (1.1 if module.config._attn_implementation == NAME else 1.0), weights
+        return out * (factor if module.config._attn_implementation == NAME else 1.0), weights
 
     monkeypatch.setattr(granite.GraniteAttention, "forward", own)
     for _ in range(2):  # what was refused is compared again, because the engine may have been repaired
         with pytest.raises(ModelError, match=r"GraniteForCausalLM\) is not computed here .* differ by 0\.\d+ of their"):
-            evaluate(Full(), niah(), HuggingFace(str(folder)), results=Results(root=str(folder / "runs")))
+            evaluate(Full(), niah(), HuggingFace(str(folder)), dtype=dtype, results=Results(root=str(folder / "runs")))
 
 
 BY_CONFIG = {
@@ -179,6 +200,8 @@ BY_CONFIG = {
     "gemma3n_text": r"share keys and values \(num_kv_shared_layers=15",
     "deepseek_v3": r"latent attention, MLA\) \(kv_lora_rank=512",
     "llama4_text": r"within chunks of the text \(attention_chunk_size=8192",
+    "gemma4_unified_text": r"later tokens too .*use_bidirectional_attention=vision",
+    "mllama": r"cannot be built from its config \(Unrecognized configuration class",
     "t5": "T5ForConditionalGeneration, an encoder-decoder",
     "bert": "BertForMaskedLM .* continues no text",
     "qwen3_next": "linear attention or a state space",
