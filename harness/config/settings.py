@@ -208,6 +208,10 @@ class Settings:
         for name, choices in CHOICES.items():
             if (value := attrgetter(name)(self)) not in choices:
                 raise SettingsError(f"{name}={value} is unknown: choose one of {', '.join(map(plain, choices))}.")
+        asked = str(self.thinking)
+        if asked not in ("off", "on") and not (asked.isdecimal() and int(asked)):
+            remedy = "choose off, on (both in quotes in YAML), or a number of tokens from 1"
+            raise SettingsError(f"thinking={asked} is unknown: {remedy}.")
         check_values(self, RANGES)
         try:
             Budget(1.0 if self.budget is None else self.budget)
@@ -217,8 +221,6 @@ class Settings:
         self.budget_bytes = self.most_bytes  # however it is written, the run is the same
         self.backends = backends_in_one_line(self.backends)
         self.template_kwargs = self.template_kwargs or None
-        if self.thinking not in ("off", "on") and not (self.thinking.isdecimal() and int(self.thinking)):
-            raise SettingsError(f"thinking={self.thinking} is unknown: choose off, on, or a number of tokens from 1.")
         if self.codec is not None and not codecs.is_codec(self.codec):
             raise SettingsError(f"codec={self.codec} is unknown: choose null, {codecs.choices()}.")
         if clashes := [*self._clashes(), *self._clashes_of_conversations()]:

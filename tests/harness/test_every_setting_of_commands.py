@@ -102,3 +102,16 @@ def test_serve_refuses_the_settings_that_it_does_not_read() -> None:
         if key.partition(".")[0] not in READ and key not in OWN:
             with pytest.raises(SettingsError, match=key):
                 points([f"{key}={OTHERS[key].value}"])
+
+
+def test_serve_tells_the_template_and_cuts_what_is_too_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = configured(tmp_path)
+
+    def plan(word: str) -> ServingPlan:
+        [point] = points(["task=talks", "method=full", *MODEL_ARGS, word])
+        return ServingPlan.of(point, [folder])
+
+    assert plan("too_long=middle").job.settings.too_long == "refuse"
+    assert "too_long=middle changes nothing here: every example fits" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"template_kwargs\.mood would change nothing"):
+        plan("template_kwargs={mood: good, tone: low}")

@@ -67,6 +67,10 @@ def ready(words: Mapping[str, Any], config_dir: str | None = None) -> tuple[Load
     `python -m harness KEY=VALUE ...` is. `config_dir`: a folder with method/NAME.yaml and model/NAME.yaml of a user's
     own, as for `--config-dir`. Raises `SettingsError` for a key that has no effect here."""
     for key in words:
+        if key.endswith(("}", "]")):
+            raise SettingsError(
+                f"{key} is the end of a value cut at its comma: give model_args as a mapping, not a text."
+            )
         if key.partition(".")[0] not in READ:
             raise SettingsError(f"{key} is not a key of lm-eval's model: use one of {', '.join(READ)}.")
     folders = [] if config_dir is None else [Path(config_dir)]

@@ -180,6 +180,7 @@ def test_drawn_answers_are_the_same_again() -> None:
         ({"rolling_context": "half"}, "rolling_context='half'"),
         ({"method": "streaming", "budget": 0.6, "rolling_context": 0}, "rolling_context=0"),
         ({"task": "niah"}, "task is not a key"),
+        ({"model.rope": "{rope_type: yarn", " factor: 4}": ""}, "cut at its comma: give model_args as a mapping"),
         ({"method": "snapvk"}, "snapkv"),
         ({"device": "cuda:7"}, "device=cuda:7"),
         ({"config_dir": "/nowhere"}, "config_dir=/nowhere"),

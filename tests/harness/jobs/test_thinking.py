@@ -187,6 +187,7 @@ def test_a_thought_takes_what_the_window_leaves(models: dict[str, HuggingFace]) 
     [
         ("none", Key(), {"thinking": "on"}, "knows no thoughts that end in </think>"),
         ("harmony", Key(), {"thinking": "0"}, "thinking=0 is unknown"),
+        ("harmony", Key(), {"thinking": True}, "thinking=True is unknown: choose off, on .both in quotes in YAML"),
         ("harmony", Key(), {"thinking": "on", "chat": "none"}, "chat=none leaves out"),
         ("harmony", Key(), {"thinking": "on", "generation": GenerationSettings(force_length=True)}, "force_length"),
         ("harmony", Key("Answer:"), {"thinking": "9", "fidelity": 1}, "set fidelity=0"),
