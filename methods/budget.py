@@ -3,8 +3,9 @@
 A selecting head is a KV head, or a query head if a method lets each choose for itself (Quest,
 SnapKV's `select_per`); a KV head then reads the union of its group. Sinks and windows at the
 prompt's end are inside the budget. The current token and the generated ones are read in addition
-and are reported. `PaperBudget` counts as a method's own paper does. This module imports no torch,
-so that a budget on a command line can be refused without loading it."""
+and are reported, except under methods that evict while decoding, whose budget is all rows of a KV
+head, prompt and answer. `PaperBudget` counts as a method's own paper does. This module imports no
+torch, so that a budget on a command line can be refused without loading it."""
 
 from __future__ import annotations
 
@@ -72,6 +73,14 @@ class Budget:
         if layer in self.dense_layers:
             return sealed
         return min(sealed, self.asked if isinstance(self.asked, int) else max(1, int(self.asked * sealed)))
+
+    def rows(self, sealed: int, layer: int) -> int | None:
+        """Return how many rows a KV head of layer number `layer` may hold, prompt and answer
+        together, under a method whose budget counts both (`Method.counts_answer`), after a prompt
+        of `sealed` tokens. A share is a share of the prompt; a share of 1 gives None: any number."""
+        if (tokens := self.tokens(sealed, layer)) < sealed:
+            return tokens
+        return self.asked if isinstance(self.asked, int) and layer not in self.dense_layers else None
 
     def covers(self, sealed: int, layer: int) -> bool:
         """Return whether a KV head of layer number `layer` may read all tokens of a prompt of

@@ -300,7 +300,7 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
             return self.attended
         return self.counts, super().attended.generated
 
-    def readings(self, steps: int) -> tuple[float | Tensor, float]:
+    def readings(self, steps: int) -> tuple[float | Tensor, float | Tensor]:
         read, self.read_in_steps = self.read_in_steps, None
         prompt, generated = super().readings(steps)
         return prompt if read is None else read, generated

@@ -254,7 +254,7 @@ class InfLLM(Method):
     offloads: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
     dense_prefill: ClassVar[bool] = False
-    generated_refusal: ClassVar[str | None] = "its window slides over them"
+    generated_refusal: ClassVar[str | None] = "its window slides over these"
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "n_init", "recent_ratio": "local_ratio"}
     tunable: ClassVar[Grids] = {"n_init": (4, 64), "block": (8, 32), "local_ratio": (0.25, 0.75), "repr_topk": (1, 8)}
 

@@ -15,36 +15,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kernels import ops
 from kernels.sink_logits import column_sums
-from methods.base import AttnInput, Cost, Grids, LayerWorkload, PeakExtra, Plan
-from methods.layers import Keep, Policy, PolicyMethod, between_ends
+from methods.base import Cost, Grids, LayerWorkload, PeakExtra, Plan
+from methods.layers import Policy, PolicyMethod, between_ends
 from methods.parts import costs
+from methods.parts.last_queries import LastQueries
 from methods.pools import KVStore
 
 
-class SnapKeep(Keep, capturable=True, of_each={}):
+class SnapKeep(LastQueries, capturable=True, of_each={}):
     """Collect the prompt's last `window` queries. When the prompt is complete, the tokens that
     receive most attention from these queries stay, and the others are dropped."""
 
     method: SnapKV
-    queries: Tensor | None = None  # [B H <=window D]
-
-    def observe(self, x: AttnInput) -> None:
-        queries = x.q if self.queries is None else torch.cat([self.queries, x.q], 2)
-        self.queries = queries[:, :, -self.method.window :].clone()
 
     def keep(self, size: int) -> Tensor:
         window = self.method.window
         plan = Plan(0, window, size - window)
         return between_ends(ops.top_k(self._votes(), plan.top), plan, self.store.length)
-
-    def close(self, evicted: int) -> None:
-        self.queries = None
 
     def _votes(self) -> Tensor:
         """Return the votes for every stored token except the window, [B G S] or [B H S]: the

@@ -112,7 +112,9 @@ class Fidelity:
             own = own / own.sum(-1, keepdim=True)
         before, after = own.split([prompt.length, since.length], -1)
         if kept is not None:
-            after = after * _marked(kept.repeat_interleave(heads // kept.shape[1], 1) - prompt.length, after)
+            after = after * _marked(
+                (kept.repeat_interleave(heads // kept.shape[1], 1) - prompt.length).clamp(min=-1), after
+            )
         recall, mass = _of_the_prompt(before, read)
         recall, mass = (x.unflatten(1, (spec.num_kv_heads, -1)).mean(2) for x in (recall, mass + after.sum(-1)))
         return {"recall": recall, "mass": mass, "error": error}

@@ -223,7 +223,10 @@ class Job:
             "weights": described.weights,
             "quantised": described.quantised and described.quantised.held(self.settings.dtype),
             "cautions": [described.caution] if described.caution else [],
-            "budget_use": {"paper_leaves_out": self.method.paper_differs},
+            "budget_use": {
+                "paper_leaves_out": self.method.paper_differs,
+                "counts": "prompt and answer" if self.method.counts_answer else "prompt",
+            },
             "simulated": self.settings.shared_prefill,
             "host_is_cpu": self.settings.device == "cpu",
         }

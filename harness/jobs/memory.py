@@ -273,7 +273,9 @@ def _workloads(
     prompt = item.sealed(settings.protocol)[-1] if sealed is None else sealed
     how = (settings.placement, DTYPE_BYTES[settings.dtype], item.room - prompt, codec)
     return [
-        LayerWorkload(spec, prompt, prompt if budget is None else budget.tokens(prompt, spec.index), *how)
+        LayerWorkload(spec, prompt, prompt, *how)
+        if budget is None
+        else LayerWorkload(spec, prompt, budget.tokens(prompt, spec.index), *how, rows=budget.rows(prompt, spec.index))
         for spec in shapes(info, settings.device)
     ]
 

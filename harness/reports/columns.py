@@ -14,7 +14,7 @@ from typing import Any
 
 from harness.engine.step_parts import PARTS
 from harness.reports.compare import Comparison, ReportRow, asked
-from harness.reports.labels import budget
+from harness.reports.labels import COUNTS_ANSWER, budget
 from harness.reports.notes import stamps
 from harness.results.measures import MEASURES, Measure, over_known
 from harness.terminal.tables import (
@@ -75,6 +75,13 @@ def overview(table: Comparison) -> list[Column]:
     ]
 
 
+def _read_in_all(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
+    """Return how many tokens of prompt and answer a step of each row read, the mean, if the budget
+    of one of the rows counts both; else nothing."""
+    some = any(row["budget"].get("counts") == COUNTS_ANSWER for row in rows)
+    return [row["budget"].get("total_tokens") if some else None for row in rows]
+
+
 def measurements(table: Comparison) -> list[Column]:
     """Return the columns of the table of all measurements: scores, tokens read, speed, bytes."""
     entries, rows = table.entries, [entry.summary for entry in table.entries]
@@ -105,6 +112,7 @@ def measurements(table: Comparison) -> list[Column]:
         counts("cut", [row.get("num_cut") or None for row in rows]),
         Column("stamps", "", [stamps(entry, table) for entry in entries], left=True),
         share("attended", [row["budget"]["attended"]["share"] for row in rows]),
+        number("read\nin all", "tokens", _read_in_all(rows)),
         share("read per\nKV head\n(union)", [row["budget"]["union"]["share"] for row in rows]),
         *(share(name, [measured.get(name) for measured in fidelity]) for name in ("recall", "mass")),
         number("KL", "nats", [measured.get("kl") for measured in fidelity]),

@@ -20,6 +20,7 @@ from harness.terminal.tables import BYTES, with_unit
 NOT_NAMED = ("budget", "budget_bytes", "warmup", *WITHOUT_EFFECT)  # no part of a label
 SAID_BY_TABLE = ("dtype", "device", "threads", "placement", "shared_prefill")  # in a line above it, a column, a stamp
 # where they are no default: such rows mean something else by a token, or read another
+COUNTS_ANSWER = "prompt and answer"  # in a summary, of a budget that is all rows of a KV head
 ALWAYS_NAMED = ("budget_rule", "codec")
 # what a run on a GPU writes of these where its method has no use for them (harness/jobs/resolve.py)
 UNUSED: Flat = {"prefill_chunk": None, "overlap": "auto"}
@@ -82,14 +83,15 @@ def _mark(run: StoredRun, runs: Sequence[StoredRun]) -> str:
 
 
 def budget(summary: Mapping[str, Any]) -> str:
-    """Return the budget as text, as it was asked for: tokens, bytes, or percent; empty without a
-    budget."""
+    """Return the budget as text, as it was asked for: tokens, bytes, or percent, with "in all" if it
+    counts the answer too; empty without a budget."""
     asked = summary["budget"]
     if asked.get("bytes"):
         return with_unit(asked["bytes"], BYTES)
     if asked["layers"]:
         return "by layer"
-    return f"{100 * asked['asked']:g}%" if isinstance(asked["asked"], float) else str(asked["asked"] or "")
+    in_all = " in all" if asked["asked"] and asked.get("counts") == COUNTS_ANSWER else ""
+    return (f"{100 * asked['asked']:g}%" if isinstance(asked["asked"], float) else str(asked["asked"] or "")) + in_all
 
 
 def _among_namesakes(names: Sequence[str], settings: Sequence[Flat]) -> Iterator[list[str]]:

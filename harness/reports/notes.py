@@ -10,6 +10,7 @@ from statistics import median
 from harness.config.settings import Settings
 from harness.reports.compare import Comparison, ReportRow
 from harness.reports.conditions import code_versions
+from harness.reports.labels import COUNTS_ANSWER
 from harness.results.alarms import SHARED
 from harness.results.summary import MIN_WINDOWS
 from harness.terminal.tables import percent
@@ -81,6 +82,11 @@ def notes(table: Comparison) -> Iterator[str]:
         yield (
             "budget_rule=paper: sinks and windows that the method's paper does not count come on top, and RocketKV's "
             "index is within; see `attended`"
+        )
+    if any(row["budget"].get("counts") == COUNTS_ANSWER for row in rows):
+        yield (
+            "in all: this budget is all rows that a KV head holds, prompt and answer; read in all: tokens of both, mean "
+            "over steps, by which such a row compares with the others"
         )
     if any(row["budget"]["union"]["share"] for row in rows):
         yield (

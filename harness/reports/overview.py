@@ -10,6 +10,7 @@ from statistics import median
 from harness.reports.columns import signed
 from harness.reports.compare import Comparison, ReportRow
 from harness.reports.conditions import machine_of
+from harness.reports.labels import COUNTS_ANSWER
 from harness.terminal.tables import percent
 
 WIDTH = 120  # characters of the table
@@ -117,7 +118,7 @@ def _of_row(entry: ReportRow) -> Iterator[str]:
         yield f"{entry.title}: {unanswered} of {row['num_examples']} thoughts did not end, so there is no answer"
     asked, read = row["budget"]["asked"], row["budget"]["attended"]["share"]
     plain = config.get("budget_rule", "read") == "read" and config.get("align", "tokens") == "tokens"
-    plain = plain and not config.get("dense_layers")
+    plain = plain and not config.get("dense_layers") and row["budget"].get("counts") != COUNTS_ANSWER
     if plain and isinstance(asked, float) and read is not None and abs(read - asked) > OFF_BUDGET * asked:
         yield f"{entry.title} read {percent(read)} % of the prompt, not {percent(asked)} %"
 

@@ -62,8 +62,8 @@ def summarise(
     """Return the row of a run as nested values: scores from 0 to 1, seconds, bytes. `info` is
     run.json; `full`: the records of the run of Full that it is compared with.
 
-    Scores are means over groups; `attended`, `union` (tokens, and shares of the sealed prompt) and
-    traffic are means over examples; other bytes are the largest of any example. Times are None if
+    Scores are means over groups; `attended`, `union` (tokens, and shares of the sealed prompt),
+    `total_tokens` (of prompt and answer) and traffic are means over examples; other bytes are the largest of any example. Times are None if
     the run is `simulated` or `traced`. A `failed` example counts only in `num_failed`, a `skipped`
     one in `num_skipped`.
     """
@@ -76,7 +76,12 @@ def summarise(
         "task": info.get("task"),
         "model": model_name(config),
         "presets": info.get("presets"),
-        "budget": _asked(config) | {what: _read(records, what) for what in ("attended", "union")},
+        "budget": _asked(config)
+        | {what: _read(records, what) for what in ("attended", "union")}
+        | {
+            "counts": (info.get("budget_use") or {}).get("counts", "prompt"),
+            "total_tokens": over_known(fmean, [record.measured.get("attended_total") for record in records]),
+        },
         **{key: config.get(key) for key in ("protocol", "placement", "codec", "dtype", "device", "batch", "seed")},
         "num_examples": len(records),
         "num_failed": len(failed),

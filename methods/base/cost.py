@@ -23,6 +23,7 @@ class LayerWorkload:
     element_bytes: int
     reserve: int = 0  # rows kept free for generated tokens
     codec: Codec | None = None  # encodes the tokens in a pool
+    rows: int | None = None  # what a KV head may hold of prompt and answer, if the budget counts both (`Budget.rows`)
 
     @property
     def capacity(self) -> int:

@@ -75,13 +75,13 @@ class KVLayer(ABC):
     def attended(self) -> Attended: ...
 
     @property
-    def reading(self) -> tuple[float | Tensor, float]:
+    def reading(self) -> tuple[float | Tensor, float | Tensor]:
         """Return what `attended` returns (prompt tokens and generated tokens that the last step
-        read) without waiting for the device. If only the device knows how many prompt tokens were
-        read, they are a tensor [B] that the next step may overwrite."""
+        read) without waiting for the device. A number that only the device knows is a tensor [B]
+        that the next step may overwrite."""
         return self.attended
 
-    def readings(self, steps: int) -> tuple[float | Tensor, float]:
+    def readings(self, steps: int) -> tuple[float | Tensor, float | Tensor]:
         """Return the sums of `reading` over the last `steps` steps: prompt tokens and generated
         tokens. Several steps are counted at once when a layer has taken them together with other
         sequences. Each is taken to have read as many prompt tokens as the last one, and one

@@ -43,7 +43,8 @@ class Method(metaclass=_TupleForList):
     selects: ClassVar[bool] = True  # a step reads what it chooses; with `reuse_steps` further steps read the same
     closes_early: ClassVar[bool] = False  # a layer seals as soon as its prompt is complete, wherever its rows lie
     rows_stay: ClassVar[bool] = False  # from turn to turn, keys and values stay as the model computed them
-    generated_refusal: ClassVar[str | None] = None  # why it must keep all generated tokens; None: it need not
+    generated_refusal: ClassVar[str | None] = None  # why it takes no budget_generated; None: it takes one
+    counts_answer: ClassVar[bool] = False  # the budget is all rows of a KV head, prompt and answer
     window_names: ClassVar[Mapping[str, str]] = {}  # its own names for `sinks` and `recent_ratio`, if it has them
     tunable: ClassVar[Grids] = {}  # parameter -> values that harness.tune tries; none changes what the budget limits
 
@@ -76,6 +77,12 @@ class Method(metaclass=_TupleForList):
         """Return the smallest budget, in prompt tokens, that has room for the tokens that this
         method always reads, such as first tokens and windows."""
         return 1
+
+    @property
+    def extra_rows(self) -> int:
+        """Return how many rows a KV head may hold beyond a budget that counts prompt and answer
+        (`counts_answer`), before rows are dropped down to the budget."""
+        return 0
 
     @property
     def calibration_tokens(self) -> int:
@@ -189,17 +196,17 @@ class Method(metaclass=_TupleForList):
         long prompt (so few tokens are a mistake in the configuration), or if it limits generated
         tokens and the method cannot drop any. Prompts that are too short for a share are handled by
         `reads_all`."""
+        name = type(self).__name__
         if budget is not None and budget.generated is not None and self.generated_refusal is not None:
-            name = type(self).__name__
             raise BudgetError(
-                f"{name} cannot drop generated tokens, for {self.generated_refusal}: leave out budget_generated."
+                f"{name} takes no budget of generated tokens, for {self.generated_refusal}: leave out budget_generated."
             )
         if budget is None:
             return
         tokens = budget.tokens(LONG, layer)
         if tokens < self.smallest_budget:
             raise BudgetError(
-                f"budget={budget} gives {type(self).__name__} {tokens} prompt tokens, but its sinks and windows need "
+                f"budget={budget} gives {name} {tokens} prompt tokens, but its sinks and windows need "
                 f"{self.smallest_budget}: set budget to at least {budget.least(self.smallest_budget, LONG, layer)}, or "
                 "make the method's windows smaller."
             )

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from methods.base import Attended, AttnInput, CacheState, KVLayer, LayerSpec, Method, NextRow
 from methods.layers.indices import read_together
-from methods.layers.policy import Evict, Policy
+from methods.layers.policy import Evict, Keep, Policy
 from methods.layers.read import Read
-from methods.layers.storage import Storage
+from methods.layers.storage import Bound, Storage
 from methods.tiers.tier import DEVICE, HOST
 
 
@@ -31,6 +31,11 @@ class Layer(Storage, capturable=True):
         self.keeps = next((policy for policy in policies if isinstance(policy, Evict)), None)
         self.reads = next((policy for policy in policies if isinstance(policy, Read)), None)
         self.attends = self.reads or self.keeps or self.policies[0]
+        if method.counts_answer and not (self.reads is None and isinstance(self.keeps, Keep)):
+            raise ValueError(
+                f"The budget of {type(method).__name__} counts prompt and answer, so one Keep policy must say what "
+                "stays of both, and none may choose what a step reads: leave out its other policies."
+            )
         for policy in self.policies:
             policy.bind(self)
 
@@ -61,24 +66,24 @@ class Layer(Storage, capturable=True):
             self.positions = self.stored_positions()
         if self.keeps is not None:
             self.keeps.close(self.evicted - before)
-        self.sealed, self.later = self.store.length, None
+        self.sealed, self.prompt_end, self.later, self.prompt_left = self.store.length, self.seen, None, None
         if self.reads is not None:
             self.reads.seal(limit)
             away = self.reads.away(self.reads.plan) if self.reads.plan is not None else None
             if away is not None and self.request.pooled:
                 self.reads.sent_away(self.send_away(*away))
         self.prompt_rows, self.closed = self.store.length, True
-        room = self.request.capacity - self.seen
-        if self.most_generated is not None and self.most_generated < room:
-            self.store.resize(self.most_generated)
+        self.bound = self.new_bound()
+        if self.bound is not None and self.room() < self.store.free:
+            self.store.resize(self.room())
 
     def next_row(self) -> NextRow | None:
-        as_they_are = self.heads == self.spec.num_kv_heads and self.most_generated is None
+        as_they_are = self.heads == self.spec.num_kv_heads and self.bound is None
         return self.store.next_row() if as_they_are else None
 
     def decode(self, x: AttnInput) -> Tensor:
-        if self.most_generated is not None:
-            self._make_room(self.most_generated)
+        if self.bound is not None:
+            self._make_room(self.bound)
         self.take_in(x)
         return self.attends.decode(x)
 
@@ -105,10 +110,10 @@ class Layer(Storage, capturable=True):
         return self.attends.attended
 
     @property
-    def reading(self) -> tuple[float | Tensor, float]:
+    def reading(self) -> tuple[float | Tensor, float | Tensor]:
         return self.attends.reading
 
-    def readings(self, steps: int) -> tuple[float | Tensor, float]:
+    def readings(self, steps: int) -> tuple[float | Tensor, float | Tensor]:
         return self.attends.readings(steps)
 
     def read_positions(self) -> Tensor | None:
@@ -117,7 +122,7 @@ class Layer(Storage, capturable=True):
 
     def selected_positions(self) -> Tensor | None:
         rows = self.attends.selected_rows()
-        return self.positions if rows is None else self.positions_of(rows)
+        return self.prompt_positions() if rows is None else self.positions_of(rows)
 
     def union_excess(self) -> Tensor | None:
         """Return by how many prompt tokens the union that a KV head read in the last step exceeds
@@ -146,9 +151,6 @@ class Layer(Storage, capturable=True):
         size = 2 * self.spec.head_dim * self.request.dtype.itemsize
         return tokens * size + (coded * (self.far.token_bytes - size) if self.far is not None else 0)
 
-    def generated_positions(self) -> Tensor | None:
-        return None if self.later is None else self.later_positions()
-
     def state(self) -> dict[str, Tensor]:
         of_policies = {
             f"{number}.{name}": x for number, policy in enumerate(self.policies) for name, x in policy.state().items()
@@ -173,8 +175,9 @@ class Layer(Storage, capturable=True):
             return f"placement={self.request.placement} reads the chosen rows from files"
         if self.request.reuse_steps:
             return f"reuse_steps={self.request.reuse_steps} lets one step choose and others not"
-        if self.most_generated is not None:
-            return "budget_generated lets some steps drop tokens and others not"
+        if self.bound is not None:
+            what = "the budget" if self.method.counts_answer else "budget_generated"
+            return f"{what} lets some steps drop tokens and others not"
         reasons = (policy.capture_refusal() for policy in self.policies)
         return next((reason for reason in reasons if reason), super().capture_refusal())
 
@@ -201,27 +204,30 @@ class Layer(Storage, capturable=True):
         for policy in self.policies:
             policy.reopen()
         self.bring_back()
-        self.prompt_rows = self.sealed
-        if self.most_generated is not None:
-            self.store.resize(self.request.capacity - self.seen)
+        if self.prompt_left is None:
+            self.prompt_rows = self.sealed
+        if self.bound is not None:
+            self.bound = None
+            self.store.resize(self.room())
 
     def grow(self, more: int) -> None:
         super().grow(more)
-        room = self.request.capacity - self.seen
-        if self.closed and self.most_generated is not None:
-            room = min(room, self.most_generated - self.store.length + self.prompt_rows)
-        self.store.resize(room)
+        self.store.resize(self.room())
         for policy in self.policies:
             policy.grow(more)
 
-    def _make_room(self, most: int) -> None:
-        """Drop generated tokens, an eighth of them as the policy chooses, if `most` of them are
-        stored, so that a new one has room. `most` comes from the setting `budget_generated`."""
-        count = self.store.length - self.prompt_rows
-        if count < most:
+    def _make_room(self, bound: Bound) -> None:
+        """Drop stored tokens if `bound` lets no more come in. Those that stay are named by
+        `Keep.keep`, of prompt and answer, or by `Policy.keep_generated`, of the answer alone."""
+        count, size = self.store.length - bound.first, bound.kept
+        if count < bound.most:
             return
-        size = most - max(1, most // 8)
-        rows, given = self.attends.keep_generated(count, size), f"{type(self.attends).__name__}.keep_generated returned"
+        if self.method.counts_answer:
+            assert isinstance(self.keeps, Keep)
+            rows, given = self.keeps.keep(size), f"{type(self.keeps).__name__}.keep returned"
+        else:
+            rows = self.attends.keep_generated(count, size)
+            given = f"{type(self.attends).__name__}.keep_generated returned"
         self.check_rows(given, rows, count, heads=(self.heads,), count=size, ascending=True)
         for policy in self.policies:
             policy.forget(count, rows)

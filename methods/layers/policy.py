@@ -119,15 +119,18 @@ class Policy:
 
     @property
     def attended(self) -> Attended:
-        return Attended(self.sealed, self.layer.stored - self.sealed)
+        left = self.layer.prompt_left
+        prompt = self.sealed if left is None else left.mean().item()
+        return Attended(prompt, self.layer.stored - prompt)
 
     @property
-    def reading(self) -> tuple[float | Tensor, float]:
+    def reading(self) -> tuple[float | Tensor, float | Tensor]:
         """Return what `attended` returns, without waiting for the device: a count that only the
         device knows is a tensor (see `KVLayer.reading`)."""
-        return self.attended
+        left = self.layer.prompt_left
+        return self.attended if left is None else (left, self.layer.stored - left)
 
-    def readings(self, steps: int) -> tuple[float | Tensor, float]:
+    def readings(self, steps: int) -> tuple[float | Tensor, float | Tensor]:
         """Return the sums of `reading` over the last `steps` steps: prompt tokens, and generated
         tokens (see `KVLayer.readings`)."""
         prompt, generated = self.reading
@@ -236,7 +239,8 @@ class Evict(Policy, ABC, capturable=True):
 
 class Keep(Evict, capturable=True):
     """Let only the tokens that `keep` returns stay after the end of the prompt, equally many in
-    every head."""
+    every head. Where the budget counts prompt and answer (`Method.counts_answer`), `keep` is asked
+    again while decoding, whenever a new token has no room."""
 
     @abstractmethod
     def keep(self, size: int) -> Tensor:

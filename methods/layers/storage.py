@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,17 +25,28 @@ from methods.tiers.block import FAR, tokens_in
 FIRST = f"{FAR}.first"  # name of the row in the store before which the tokens belong that were sent away
 
 
+class Bound(NamedTuple):
+    """Limit the rows that a store holds while the model decodes: if `most` rows are stored from row
+    number `first` on, only `kept` of them stay before a new token comes in."""
+
+    first: int
+    most: int
+    kept: int
+
+
 class Storage(KVLayer):
     """Hold keys and values of one layer. Stored tokens lie in `store`, on the device and in order,
     except for a range of the prompt that may have moved to the pool `far`, on another tier or in
     fewer bits."""
 
-    diagnostics: ClassVar[tuple[str, ...]] = ("positions", "later")
+    diagnostics: ClassVar[tuple[str, ...]] = ("positions", "later", "prompt_left")
     far: Pool | None = None  # holds tokens of the sealed prompt from `first_far` on
     first_far = 0
     evicted = 0  # tokens that have left for good
     later: Tensor | None = None  # [B G K], where the generated tokens stood that were kept when others left
-    positions: Tensor | None = None  # [B G sealed], where the kept prompt tokens stood, -1 where a head has fewer
+    positions: Tensor | None = None  # [B G K], where the tokens before `later` stood, -1 where a head has fewer
+    prompt_left: Tensor | None = None  # [B], prompt tokens that a head holds, once decoding has dropped some
+    bound: Bound | None = None  # from the seal to the next turn; None: all tokens that come stay
 
     def __init__(self, spec: LayerSpec, cache: CacheState, method: Method) -> None:
         super().__init__(spec, cache)
@@ -46,9 +57,7 @@ class Storage(KVLayer):
         self.closed = False  # sealed, and no further turn has begun
         self.sealed = 0  # stored tokens that belong to the sealed prompt
         self.prompt_rows = 0  # tokens of the sealed prompt that are in `store`
-        self.seen = 0  # tokens taken in so far
-        budget = self.request.budget
-        self.most_generated = budget.most_generated(spec.index) if budget is not None else None
+        self.seen = self.prompt_end = 0  # tokens taken in so far, and those up to the last seal
 
     @property
     def stored(self) -> int:
@@ -84,6 +93,27 @@ class Storage(KVLayer):
             self.fallback = self.method.whole_because(self.seen, budget.tokens(self.seen, self.spec.index))
         return limit
 
+    def most_rows(self) -> int | None:
+        """Return how many rows of prompt and answer a KV head may hold after the tokens seen so far,
+        if the method's budget counts both; None for any number."""
+        budget, method = self.request.budget, self.method
+        rows = budget.rows(self.seen, self.spec.index) if budget is not None and method.counts_answer else None
+        return None if rows is None or rows < method.smallest_budget else rows + method.extra_rows
+
+    def new_bound(self) -> Bound | None:
+        """Return what limits the stored rows while decoding, now that the prompt is complete: a
+        budget that counts prompt and answer, or the setting `budget_generated`."""
+        if (rows := self.most_rows()) is not None:
+            return Bound(0, rows, min(rows - 1, rows - self.method.extra_rows))
+        budget = self.request.budget
+        most = None if budget is None else budget.most_generated(self.spec.index)
+        return None if most is None else Bound(self.prompt_rows, most, most - max(1, most // 8))
+
+    def room(self) -> int:
+        """Return for how many further tokens the store needs room."""
+        room = self.request.capacity - self.seen
+        return room if self.bound is None else min(room, self.bound.first + self.bound.most - self.store.length)
+
     def take_in(self, x: AttnInput) -> None:
         """Store the keys and values of new tokens; if query heads have copies of their own, each
         gets one. The store is allocated when the first token comes, so layers that a prompt has not
@@ -102,6 +132,8 @@ class Storage(KVLayer):
         to them. With rows per query head, each query head gets a copy of its own."""
         self.check_rows("layer.retain was given", rows, self.store.length, ascending=True)
         whole, room, heads = self.store, self.request.capacity - self.seen, rows.shape[1]
+        if (most := self.most_rows()) is not None:
+            room = min(room, most - rows.shape[2])
         self.positions = self.stored_positions().repeat_interleave(heads // self.heads, 1).gather(2, rows)
         self.evicted += whole.length - rows.shape[2]
         self.store = KVStore(replace(self.spec, num_kv_heads=heads), self.cache, rows.shape[2] + room)
@@ -134,12 +166,16 @@ class Storage(KVLayer):
         self.store.append(k, v)
 
     def let_go(self, count: int, rows: Tensor) -> None:
-        """Drop the last `count` stored tokens except those that rows [B heads K] name, ascending
-        and numbered from the first of these `count`."""
+        """Drop the last `count` stored tokens, the generated ones or all, except those that rows
+        [B heads K] name, ascending and numbered from the first of these `count`."""
         places = self.stored_positions()[..., -count:].gather(2, rows)
         self.evicted += count - rows.shape[2]
         self.store.keep_of_last(count, rows)
-        self.later = places
+        if self.store.length > rows.shape[2]:
+            self.later = places
+            return
+        self.positions, self.prompt_rows = places, rows.shape[2]
+        self.prompt_left = (places < self.prompt_end).sum(-1).double().mean(1)
 
     def check_rows(
         self, what: str, given: object, tokens: int | None, *, heads: Sequence[int] = (), **wanted: Any
@@ -289,11 +325,26 @@ class Storage(KVLayer):
         per_head = self.positions.repeat_interleave(rows.shape[1] // self.positions.shape[1], 1)
         return per_head.gather(2, rows.clamp(min=0)).where(rows >= 0, -1)
 
+    def prompt_positions(self) -> Tensor | None:
+        """Return where in the text the stored prompt tokens stood, [B heads K], -1 where a head has
+        fewer. None if no token was dropped."""
+        if self.positions is None or self.prompt_left is None:
+            return self.positions
+        first = self.positions[..., : int((self.positions < self.prompt_end).sum(-1).max())]
+        return first.where(first < self.prompt_end, -1)
+
+    def generated_positions(self) -> Tensor | None:
+        if self.prompt_left is None:
+            return None if self.later is None else self.later_positions()
+        places = self.stored_positions()
+        last = places[..., places.shape[2] - int((places >= self.prompt_end).sum(-1).max()) :]
+        return last.where(last >= self.prompt_end, -1)
+
     def kept_positions(self) -> Tensor | None:
         """Return where in the text the stored prompt tokens stood, [B G K], -1 where a KV head has
         fewer: of query heads with copies of their own, the union. None if no token was dropped."""
         if self.positions is None or self.heads == self.spec.num_kv_heads:
-            return self.positions
+            return self.prompt_positions()
         return union_per_kv_head(self.positions, self.spec.num_kv_heads, self.evicted + self.sealed)
 
 

@@ -3,9 +3,11 @@ file; a test compares the sums with what is measured."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from methods.base import Cost, LayerWorkload, Plan
+from methods.base import Cost, LayerWorkload, Method, Plan
 from methods.tiers.codec import PLAIN, Codec
 from methods.tiers.tier import DEVICE
 
@@ -24,6 +26,15 @@ def evict(case: LayerWorkload, kept: int, copies: int = 1) -> Cost:
         return dense(case)
     row_bytes = copies * case.row_bytes
     return Cost((kept + case.reserve) * row_bytes).reading(kept * row_bytes)
+
+
+def bounded(case: LayerWorkload, method: Method) -> LayerWorkload | None:
+    """Return `case` with room for so many generated tokens as a budget of prompt and answer leaves
+    beside the prompt's rows; None where that budget limits nothing."""
+    rows = case.budget if case.rows is None and case.budget < case.sealed else case.rows
+    if rows is None or rows < method.smallest_budget:
+        return None
+    return replace(case, reserve=min(case.reserve, rows + method.extra_rows - min(case.sealed, rows)))
 
 
 def evicting(case: LayerWorkload, kept: int, copies: int = 1) -> int:

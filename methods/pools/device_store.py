@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kernels import ops
 from kernels.reference import Segment
 from methods.base import CacheState, LayerSpec, NextRow
 from methods.tiers.rows import DeviceRows, Place
@@ -57,6 +58,11 @@ class KVStore:
         """Return a view [B G S D] of the stored values."""
         return self.v_rows[:, :, : self.length]
 
+    @property
+    def free(self) -> int:
+        """Return for how many further tokens there is room."""
+        return self.k_rows.shape[2] - self.length
+
     def per_head(self) -> list[tuple[Tensor, Tensor]]:
         """Return a pair of keys and values [S D] for every KV head, one sequence after the
         other."""
@@ -87,8 +93,12 @@ class KVStore:
 
     def keep_of_last(self, count: int, rows: Tensor) -> None:
         """Drop the last `count` tokens except those that rows [B G K] name, ascending and numbered
-        from the first of these `count`."""
+        from the first of these `count`. If these are all tokens, what stays moves to new tensors, so
+        that a cache that goes back to its seal still has its prompt in the old ones."""
         start = self.length - count
+        if not start:
+            self._move(self.k_rows.shape[2], lambda whole: ops.gather_rows(whole, rows))
+            return
         at = rows.unsqueeze(-1).expand(-1, -1, -1, self.k_rows.shape[3])
         self.length = start + rows.shape[2]
         for x in (self.k_rows, self.v_rows):
@@ -97,12 +107,19 @@ class KVStore:
     def resize(self, room: int) -> None:
         """Change the memory so that exactly `room` more tokens have room. The tensors move, so
         captured steps must not be replayed any more."""
+        self._move(self.length + room, lambda stored: stored)
+
+    def _move(self, capacity: int, of_stored: Callable[[Tensor], Tensor]) -> None:
+        """Move what `of_stored` returns of the stored keys, and then of the values, [B G S D], to new
+        memory for `capacity` tokens."""
+        length = self.length
         for name in ("k_rows", "v_rows"):
-            whole = getattr(self, name)
-            shape = (*whole.shape[:2], self.length + room, whole.shape[3])
-            moved = DeviceRows.room(shape, whole.dtype, Place(self.cache.request.device))
-            moved[:, :, : self.length] = whole[:, :, : self.length]
+            kept = of_stored(getattr(self, name)[:, :, :length])
+            shape = (*kept.shape[:2], capacity, kept.shape[3])
+            moved = DeviceRows.room(shape, kept.dtype, Place(self.cache.request.device))
+            moved[:, :, : kept.shape[2]] = kept
             setattr(self, name, moved)
+            self.length = kept.shape[2]
 
     def count(self, more: int) -> Tensor:
         """Return the number of stored tokens plus `more` as a tensor on the device, [1] int64, or
@@ -151,6 +168,10 @@ class PerHeadStore(KVStore):
         for store, keys, values in zip(self.stores, k, v, strict=True):
             store.append(keys[None, None], values[None, None])
         self.length = sum(store.length for store in self.stores) // len(self.stores)
+
+    @property
+    def free(self) -> int:
+        return self.stores[0].free
 
     def per_head(self) -> list[tuple[Tensor, Tensor]]:
         return [(store.k[0, 0], store.v[0, 0]) for store in self.stores]

@@ -192,7 +192,10 @@ def test_no_method_reads_more_of_the_prompt_than_its_budget(name: str, length: i
         ]
     for count, step in enumerate(steps, 1):
         assert sum(read for read, _ in step.attended) <= sum(asked)
-        assert [later for _, later in step.attended] == [count] * 3
+        if method.counts_answer:
+            assert all(sum(read) <= rows + method.extra_rows for read, rows in zip(step.attended, asked, strict=True))
+        else:
+            assert [later for _, later in step.attended] == [count] * 3
         for (read, _), positions in zip(step.attended, step.read, strict=True):
             _check_positions(method, positions, read, length)
     for (read, _), positions, layer in zip(steps[-1].attended, steps[-1].read, cache.layers, strict=True):
@@ -270,7 +273,7 @@ def test_a_further_turn_goes_on_within_the_budget(name: str, placement: str) -> 
             for i, layer in enumerate(cache.layers)
         ]
         assert sum(read for read, _ in steps[-1].attended) <= sum(allowed)
-        assert steps[-1].attended[0][1] == 5
+        assert method.counts_answer or steps[-1].attended[0][1] == 5
         for positions, (read, _) in zip(steps[-1].read, steps[-1].attended, strict=True):
             _check_positions(method, positions, read, length)
 

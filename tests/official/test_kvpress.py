@@ -29,6 +29,7 @@ from harness.engine.engine import Engine
 from methods.base import Method
 from methods.snapkv import SnapKV
 from methods.streaming import Streaming
+from methods.tova import TOVA
 from tests.fast import MODEL
 
 VARIABLE = "KV_HARNESS_KVPRESS"
@@ -58,6 +59,7 @@ OURS: dict[str, Method] = {  # our own methods with the parameters of a press; o
     "SnapKV": SnapKV(window=64, kernel=5, pooling="avg"),
     "SnapKV(16, 31)": SnapKV(window=16, kernel=31, pooling="avg"),
     "StreamingLLM": Streaming(sinks=4, positions="original"),
+    "TOVA": TOVA(),
 }
 SIDES = {name: (KVPress(press=dict(press)), press) for name, press in PRESSES.items()} | {
     f"our {name}": (method, PRESSES[name]) for name, method in OURS.items()

@@ -136,7 +136,7 @@ class RunningSequence:
         self._steps = 0
         self._prompt_reads = 0.0  # prompt tokens read in all steps, summed over layers whose count is in Python
         self._device_reads: list[Tensor] = []  # [layers B] each, counts that are on the device
-        self._other_reads = 0.0  # generated tokens read, mean over layers, summed over steps
+        self._other_reads: float | Tensor = 0.0  # generated tokens read, mean over layers, summed over steps
         self._excess: list[Tensor | float] = []  # tokens that the union over heads adds, every UNION_EVERY steps
         self._unites = True  # heads of a group may read different tokens
         self._finite: list[bool] = []  # per token, whether its logits are
@@ -273,7 +273,7 @@ class RunningSequence:
             out.measured |= {
                 "attended_prompt": attended,
                 "union_prompt": attended + excess,
-                "attended_total": attended + self._other_reads / steps,
+                "attended_total": attended + float(self._other_reads) / steps,
                 "moved_bytes_per_step": (traffic.total_bytes - before.total_bytes) / steps,
                 "from_disk_bytes_per_step": (traffic.from_disk_bytes - before.from_disk_bytes) / steps,
             }
@@ -302,4 +302,5 @@ class RunningSequence:
         self._prompt_reads += sum(count for count in prompt if not isinstance(count, Tensor))
         if unread := [count for count in prompt if isinstance(count, Tensor)]:
             self._device_reads.append(torch.stack([count.to(self._device) for count in unread]))  # a copy
-        self._other_reads += sum(generated) / len(generated)
+        others = [count.to(self._device).mean() if isinstance(count, Tensor) else count for count in generated]
+        self._other_reads += sum(others) / len(others)

@@ -24,6 +24,7 @@ from harness.jobs.alignment import shapes
 from harness.models.random import Random
 from methods.full import Full
 from methods.pools import KVStore, PerHeadStore
+from methods.tova import TOVA
 from tests.harness.models.test_unlisted import UNLISTED, model_of
 from tests.tiny import HYBRID, prompt, tiny
 
@@ -132,6 +133,15 @@ def test_a_press_keeps_what_it_keeps_behind_the_models_own_attention(name: str) 
             for layer, kept in zip(ours.layers, wanted, strict=True):
                 held = layer.store.per_head() if isinstance(layer.store, PerHeadStore) else by_head(layer.store)
                 for both, rows in zip(held, rows_of(*kept), strict=True):
+                    assert_close(in_order(torch.cat(both, -1)), rows, atol=2e-4, rtol=1e-3)
+
+
+def test_our_tova_keeps_at_the_seal_what_the_press_keeps() -> None:
+    wanted = theirs("tova", ratio_for(LENGTH, round(BUDGET * LENGTH)))
+    with attached(tiny("llama"), TOVA(), budget=BUDGET) as kv:
+        for ours in (sealed(kv), sealed(kv, chunk=64)):
+            for layer, kept in zip(ours.layers, wanted, strict=True):
+                for both, rows in zip(by_head(layer.store), rows_of(*kept), strict=True):
                     assert_close(in_order(torch.cat(both, -1)), rows, atol=2e-4, rtol=1e-3)
 
 

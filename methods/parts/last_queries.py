@@ -1,0 +1,68 @@
+"""Evicts by the last queries: those of the prompt at its end, and those of the answer where rows are
+dropped while the model decodes, under a budget that counts prompt and answer."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from methods.base import AttnInput, Cost, LayerWorkload, PeakExtra
+from methods.layers import Keep, PolicyMethod
+from methods.parts import costs
+
+
+class LastQueries(Keep, capturable=True, of_each={}):
+    """Remember the queries of the last tokens, as many as the method's `window`, for `keep` to
+    choose by. While decoding, it does so only if rows are still dropped."""
+
+    method: Any
+    queries: Tensor | None = None  # [B H <=window D], rotated; None once no more rows are dropped
+
+    def observe(self, x: AttnInput) -> None:
+        queries = x.q if self.queries is None else torch.cat([self.queries, x.q], 2)
+        self.queries = queries[:, :, -self.method.window :].clone()
+
+    def decode(self, x: AttnInput) -> Tensor:
+        if self.queries is not None:
+            self.observe(x)
+        return super().decode(x)
+
+    def close(self, evicted: int) -> None:
+        if self.layer.most_rows() is None:
+            self.queries = None
+
+    def reopen(self) -> None:
+        self.queries = None
+
+
+class EvictsWhileDecoding(PolicyMethod):
+    """Define a method whose budget is all rows of a KV head, those of the answer included: a
+    `LastQueries` policy says which stay at the seal, and whenever a new token has no room."""
+
+    selects: ClassVar[bool] = False
+    counts_answer: ClassVar[bool] = True
+    generated_refusal: ClassVar[str | None] = "its budget counts them already"
+
+    @property
+    def window(self) -> int:
+        """Return by how many of the last queries the choice is made."""
+        return 1
+
+    def cost(self, case: LayerWorkload) -> Cost:
+        bounded = costs.bounded(case, self)
+        if bounded is None:
+            return costs.dense(case)
+        return costs.evict(bounded, case.budget) + Cost(self.window * case.query_bytes)
+
+    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
+        kept, bounded = PeakExtra(kept=self.window * case.query_bytes), costs.bounded(case, self)
+        if bounded is None or case.budget >= case.sealed:
+            return kept
+        return kept + PeakExtra(seal=self.choosing_bytes(case) + costs.evicting(bounded, case.budget))
+
+    def choosing_bytes(self, case: LayerWorkload) -> int:
+        """Return the bytes that the choice among the prompt's tokens takes temporarily: their
+        weights by query head, and twice by KV head."""
+        return costs.FP32 * (case.spec.num_heads + 2 * case.spec.num_kv_heads) * case.sealed

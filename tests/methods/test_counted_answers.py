@@ -1,0 +1,121 @@
+"""Methods whose budget is all rows, prompt and answer: what stays against plain loops, and that the budget holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from harness.engine.attach import attached
+from harness.engine.engine import Engine
+from harness.prompts.teacher import Forced
+from methods.base import AttnInput, Budget, BudgetError, Method
+from methods.full import Full
+from methods.layers import Layer
+from methods.tova import TOVA
+from tests.methods.synthetic import SHAPES, Sequences, attention
+from tests.tiny import prompt, tiny
+
+Rows = list[list[list[int]]]  # text positions by sequence and KV head, ascending
+PROMPT, STEPS, AGAIN = 41, 30, 12
+METHODS: dict[str, Method] = {"tova": TOVA()}
+
+
+def tova(s: Sequences, rows: Rows, last: int, size: int) -> Rows:
+    """What TOVA keeps after the token at position `last`: all heads the same."""
+    kept = []
+    for b, heads in enumerate(rows):
+        weights = torch.zeros(len(heads[0]), dtype=torch.float64)
+        for h in range(s.shape.heads):
+            keys = s.k(0)[b, h // (s.shape.heads // s.shape.groups), heads[0]].double()
+            weights += (keys @ s.q(0)[b, h, last].double() * s.shape.dim**-0.5).softmax(0)
+        best = weights[:-1].topk(size - 1).indices.tolist()
+        kept.append([sorted([*(heads[0][i] for i in best), last])] * len(heads))
+    return kept
+
+
+KEPT: dict[str, Callable[[Sequences, Rows, int, int], Rows]] = {"tova": tova}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("budget", [24, 50], ids=["at the seal", "in the answer"])
+def test_what_stays_is_what_a_plain_loop_keeps(name: str, shape: Any, budget: int) -> None:
+    """In a first turn and in a further one, with the attention over it and all that is said of it."""
+    s, method = Sequences(shape, PROMPT + STEPS + AGAIN + 5).sharpened(6), METHODS[name]
+    (layer,) = s.start(method, budget)
+    most = budget + method.extra_rows
+    stored: Rows = [[[] for _ in range(shape.groups)] for _ in range(shape.batch)]
+    dropped, position, turns = 0, 0, ((PROMPT, STEPS), (AGAIN, 5))
+    for length, steps in turns:
+        end = position + length
+        s.prefill([layer], position, end, chunk=7)
+        layer.seal()
+        stored = [[[*head, *range(position, end)] for head in heads] for heads in stored]
+        if len(stored[0][0]) > budget:
+            stored = KEPT[name](s, stored, end - 1, budget)
+            assert layer.kept_positions().tolist() == stored  # type: ignore[attr-defined]
+        for position in range(end, end + steps):
+            if len(stored[0][0]) == most:
+                stored, dropped = KEPT[name](s, stored, position - 1, min(budget, most - 1)), dropped + 1
+            stored = [[[*head, position] for head in heads] for heads in stored]
+            (out,) = s.decode([layer], position)
+            wanted = attention(s.q(0)[:, :, position, None], s.k(0), s.v[0], stored, shape.dim**-0.5)
+            assert_close(out, wanted)
+            _check_what_is_said(layer, stored, end)
+        position = end + steps
+    assert dropped
+
+
+def _check_what_is_said(layer: Any, stored: Rows, end: int) -> None:
+    """Of a step that read the rows `stored`, after a turn whose prompt ended before position `end`."""
+    assert layer.stored_positions().tolist() == stored
+    heads = [head for sequence in stored for head in sequence]
+    from_prompt = sum(place < end for head in heads for place in head) / len(heads)
+    assert layer.attended == pytest.approx((from_prompt, len(heads[0]) - from_prompt))
+    assert sum(torch.as_tensor(count).double().mean().item() for count in layer.reading) == pytest.approx(len(heads[0]))
+    for places, wanted in (
+        (layer.read_positions(), [[place for place in head if place < end] for head in heads]),
+        (layer.generated_positions(), [[place for place in head if place >= end] for head in heads]),
+    ):
+        if places is not None:
+            assert [[place for place in head if place >= 0] for head in places.flatten(0, 1).tolist()] == wanted
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_two_thousand_forced_tokens_hold_the_budget_at_every_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    method, forced, decode = METHODS[name], prompt(2001, seed=5), Layer.decode
+    most, counts = 40 + method.extra_rows, list[tuple[int, int, float]]()
+
+    def counting(layer: Layer, x: AttnInput) -> Tensor:
+        out = decode(layer, x)
+        counts.append((layer.store.length, layer.store.k_rows.shape[2], sum(layer.attended)))
+        return out
+
+    monkeypatch.setattr(Layer, "decode", counting)
+    with attached(tiny("llama"), method, budget=0.25) as kv:
+        made = Engine(kv).generate(prompt(160), max_new_tokens=2001, sampler=Forced(forced))
+    assert made.tokens == forced.tolist()
+    assert len(counts) == 3 * 2000
+    assert all(length <= most and room <= most and read == length for length, room, read in counts)
+    assert max(length for length, *_ in counts) == most
+    assert made.measured["attended_total"] == pytest.approx(sum(read for *_, read in counts) / len(counts))
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("name", METHODS)
+def test_a_budget_that_covers_prompt_and_answer_gives_fulls_tokens(name: str) -> None:
+    made = []
+    for method, budget in ((Full(), None), (METHODS[name], 160 + 400), (METHODS[name], 1.0)):
+        with attached(tiny("llama"), method, budget=budget) as kv:
+            made.append(Engine(kv).generate(prompt(160), max_new_tokens=400).tokens)
+    assert made[0] == made[1] == made[2]
+
+
+def test_a_budget_of_generated_tokens_is_refused() -> None:
+    with pytest.raises(BudgetError, match="its budget counts them already: leave out budget_generated"):
+        TOVA().check(Budget(20, generated=8))
