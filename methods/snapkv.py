@@ -22,8 +22,8 @@ from kernels import ops
 from kernels.sink_logits import column_sums
 from methods.base import Cost, Grids, LayerWorkload, PeakExtra, Plan
 from methods.layers import Policy, PolicyMethod, between_ends
+from methods.layers.last_queries import LastQueries
 from methods.parts import costs
-from methods.parts.last_queries import LastQueries
 from methods.pools import KVStore
 
 

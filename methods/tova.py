@@ -20,7 +20,7 @@ from kernels import ops
 from kernels.sink_logits import column_sums
 from methods.base import Plan
 from methods.layers import between_ends
-from methods.parts.last_queries import EvictsWhileDecoding, LastQueries
+from methods.layers.last_queries import EvictsWhileDecoding, LastQueries
 
 
 class TOVAKeep(LastQueries, capturable=True):

@@ -85,8 +85,8 @@ def notes(table: Comparison) -> Iterator[str]:
         )
     if any(row["budget"].get("counts") == COUNTS_ANSWER for row in rows):
         yield (
-            "in all: this budget is all rows that a KV head holds, prompt and answer; read in all: tokens of both, mean "
-            "over steps, by which such a row compares with the others"
+            "in all: this budget is all rows that a KV head holds, prompt and answer; such a row compares with the "
+            "others by the tokens of both that a step reads, the mean over steps (read in all)"
         )
     if any(row["budget"]["union"]["share"] for row in rows):
         yield (

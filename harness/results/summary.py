@@ -63,9 +63,9 @@ def summarise(
     run.json; `full`: the records of the run of Full that it is compared with.
 
     Scores are means over groups; `attended`, `union` (tokens, and shares of the sealed prompt),
-    `total_tokens` (of prompt and answer) and traffic are means over examples; other bytes are the largest of any example. Times are None if
-    the run is `simulated` or `traced`. A `failed` example counts only in `num_failed`, a `skipped`
-    one in `num_skipped`.
+    `total_tokens` (of prompt and answer) and traffic are means over examples; other bytes are the
+    largest of any example. Times are None if the run is `simulated` or `traced`. A `failed` example
+    counts only in `num_failed`, a `skipped` one in `num_skipped`.
     """
     simulated, traced = bool(info.get("simulated", False)), config.get("trace") == "on"
     tokens = [record.prompt_tokens for record in records]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from methods.base import AttnInput, Cost, LayerWorkload, PeakExtra
-from methods.layers import Keep, PolicyMethod
+from methods.layers.layer import PolicyMethod
+from methods.layers.policy import Keep
 from methods.parts import costs
 
 
