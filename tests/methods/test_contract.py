@@ -54,7 +54,7 @@ def _yaml(name: str) -> dict[str, Any]:
 
 
 # for tests that run the engine: those that together take every path there is
-QUICK = ("adakv", "full", "h2o", "infinigen", "infllm", "kivi", "pqcache", "quest", "shadowkv", "snapkv")
+QUICK = ("adakv", "full", "h2o", "infinigen", "infllm", "kivi", "pqcache", "quest", "shadowkv", "snapkv", "tova")
 WALKED = mostly_slow(NAMES, *QUICK)
 walked = pytest.mark.parametrize("name", WALKED)
 

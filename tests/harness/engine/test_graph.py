@@ -23,10 +23,13 @@ from methods.base.state import CaptureError, StepCounters
 from methods.layers import Layer
 from methods.oracle import Oracle, OracleRead
 from tests import fake_cuda
-from tests.methods.test_contract import NAMES, attach, fresh_memory_full_of_nan, small, walked
+from tests.methods.test_contract import NAMES, QUICK, attach, fresh_memory_full_of_nan, small
 from tests.quick import mostly_slow
 from tests.tape import Tape
 from tests.tiny import BY_BLOCKS, prompt, tiny
+
+CAPTURED = [name for name in NAMES if not small(name).counts_answer]
+captured = pytest.mark.parametrize("name", mostly_slow(CAPTURED, *QUICK))
 
 
 def generate(kv: Attachment, ids: Tensor, captured: bool, **how: Any) -> tuple[Generation, Engine]:
@@ -42,7 +45,7 @@ def generate(kv: Attachment, ids: Tensor, captured: bool, **how: Any) -> tuple[G
     ("context", "batch"),
     [(None, 3), (74, 1), *(pytest.param(*both, marks=pytest.mark.slow) for both in ((None, 1), (74, 3)))],
 )
-@walked
+@captured
 def test_replayed_steps_are_the_same(name: str, context: int | None, batch: int) -> None:
     ids = prompt(80, batch=batch)
     with attach(small(name), 0.5) as kv:
@@ -103,7 +106,7 @@ def offloading(name: str) -> Method:
 
 @pytest.mark.tokens
 @pytest.mark.parametrize("new", mostly_slow([1, 2, 6], 2))
-@walked
+@captured
 def test_a_further_turn_is_captured_anew(name: str, new: int) -> None:
     """A step that was captured and never replayed (an answer of two tokens) has not run."""
     with attach(small(name), 0.6) as kv:
@@ -146,7 +149,7 @@ def test_every_architecture_can_be_captured(architecture: str) -> None:
 def test_logits_are_those_of_plain_steps_where_memory_holds_anything() -> None:
     """Room for later tokens is read by no step."""
     ids, fed = prompt(70), prompt(6, seed=2).split(1, 1)
-    for name in NAMES:
+    for name in CAPTURED:
         steps: list[list[Tensor]] = []
         for graphs in (None, Tape()):
             with attach(small(name), 0.5) as kv, use_backend("torch"), fresh_memory_full_of_nan():
