@@ -295,7 +295,7 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         return whole._replace(prompt=self.counts.double().mean().item())
 
     @property
-    def reading(self) -> tuple[float | Tensor, float]:
+    def reading(self) -> tuple[float | Tensor, float | Tensor]:
         if self.plan is None or self.rows is None or self._reads_counts:
             return self.attended
         return self.counts, super().attended.generated

@@ -107,11 +107,11 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
 
     @property
     def attended(self) -> Attended:
-        read, generated = self.reading
+        read, generated = self.reading[0], super().attended.generated
         return Attended(read.mean().item() if isinstance(read, Tensor) else read, generated)
 
     @property
-    def reading(self) -> tuple[float | Tensor, float]:
+    def reading(self) -> tuple[float | Tensor, float | Tensor]:
         whole = super().attended
         if self.uneven and self.plan is not None and self.rows is not None:
             return (self.rows < self.sealed).sum(-1).double().mean(1), whole.generated

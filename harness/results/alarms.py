@@ -121,6 +121,7 @@ def _budgets(rows: Sequence[AlarmRow]) -> Iterator[tuple[list[AlarmRow], str]]:
     ruled = [row for row in rows if any(row.summary["budget"].get(key) for key in ("asked", "layers", "bytes"))]
     meanings: dict[str, Callable[[AlarmRow], str | None]] = {
         "budget": _unit,
+        "counts": lambda row: str(row.summary["budget"].get("counts", "prompt")),
         # a rule that changes nothing for a method makes no difference
         "budget_rule": lambda row: (
             row.run.config.get("budget_rule", "read")

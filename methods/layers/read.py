@@ -224,7 +224,7 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         assert self.rows is not None
         return self.attended_under(self.plan).prompt - self.rows.shape[2]
 
-    def readings(self, steps: int) -> tuple[float | Tensor, float]:
+    def readings(self, steps: int) -> tuple[float | Tensor, float | Tensor]:
         prompt, generated = super().readings(steps)
         if self.choices_read is None or self.rows is None:
             return prompt, generated
@@ -233,7 +233,7 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         return read, generated
 
     @property
-    def reading(self) -> tuple[float | Tensor, float]:
+    def reading(self) -> tuple[float | Tensor, float | Tensor]:
         if self.plan is None or self.log_weights is None:
             return self.attended
         return self._always_read() + self._read_of_choice(), self.attended_under(self.plan).generated
