@@ -45,7 +45,7 @@ METHODS = (
     "full", "streaming", "snapkv", "pyramidkv", "pqcache", "quest", "shadowkv", "h2o", "oracle", "lm_infinite",
     "infinigen", "rocketkv", "sparq", "adakv", "infllm", "kivi",
 )  # fmt: skip
-HEAD = ("method", *(f"{count} sequence{'s' if count > 1 else ''}" for count in SEQUENCES))
+HEAD = ("methods", *(f"{count} sequence{'s' if count > 1 else ''}" for count in SEQUENCES))
 OUTSIDE = "Outside of its layers a step launches N times"  # below the table
 PAGE = DOCS / "kernels.md"
 
@@ -142,8 +142,10 @@ def launches_of(name: str, sequences: int) -> dict[int | None, list[str]]:
 
 def launches_table() -> str:
     """Return the table of launches per layer in docs/kernels.md."""
-    counts = {name: [len(launches_of(name, count)[COUNTED]) for count in SEQUENCES] for name in METHODS}
-    return table(HEAD, [(code(name), *map(str, by_count)) for name, by_count in counts.items()])
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for name in METHODS:
+        alike.setdefault(tuple(len(launches_of(name, count)[COUNTED]) for count in SEQUENCES), []).append(code(name))
+    return table(HEAD, [(", ".join(names), *map(str, counts)) for counts, names in alike.items()])
 
 
 def launches_page(page: str) -> str:

@@ -29,7 +29,7 @@ def documented() -> dict[str, list[int]]:
     """Return the launches of each method by the table in docs/kernels.md."""
     _, _, rest = PAGE.read_text(encoding="utf-8").partition(f"| {' | '.join(HEAD)} |\n")
     lines = [line.strip("| ").split(" | ") for line in rest.partition("\n\n")[0].splitlines()[1:]]
-    return {name: [int(count) for count in counts] for name, *counts in lines}
+    return {name: [int(count) for count in counts] for names, *counts in lines for name in names.split(", ")}
 
 
 def cases() -> list[ParameterSet]:
