@@ -94,11 +94,11 @@ def differing(run: StoredRun, other: StoredRun) -> list[str]:
     code and versions. A setting that an older run does not know counts as its default."""
     usual = flatten(recorded_defaults())
     ours, theirs = (
-        {key: value for key, value in (usual | flatten(one.config)).items() if key.split(".")[0] not in WITHOUT_EFFECT}
-        for one in (run, other)
+        {key: value for key, value in (usual | flatten(each.config)).items() if key.split(".")[0] not in WITHOUT_EFFECT}
+        for each in (run, other)
     )
     keys = [key for key in ours | theirs if key not in WITHOUT_EFFECT and ours.get(key) != theirs.get(key)]
-    mine, their = (flatten(one.info.get("identity") or {}) for one in (run, other))
+    mine, their = (flatten(each.info.get("identity") or {}) for each in (run, other))
     parts = [key for key in mine.keys() & their.keys() if key in PARTS or key.startswith("code.")]
     values = [f"{key} ({plain(ours.get(key))} | {plain(theirs.get(key))})" for key in keys]
     return [*values, *(word(key) for key in parts if mine[key] != their[key])]

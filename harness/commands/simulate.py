@@ -40,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     say(outcome.table(rows, runs))
     if figure:
         say(f"\n{figure.table(rows)}")
-    made = {"schema": SCHEMA, "figure": options.figure, "words": options.overrides, "costs": asdict(known)}
-    write_json(folder / "simulation.json", made | {"provenance": provenance(), "runs": rows})
+    result = {"schema": SCHEMA, "figure": options.figure, "words": options.overrides, "costs": asdict(known)}
+    write_json(folder / "simulation.json", result | {"provenance": provenance(), "runs": rows})
     write_csv(folder / "simulation.csv", [row["settings"] | row["figures"] for row in rows])
     say(f"\nwrote {folder}/simulation.json, .csv")
 

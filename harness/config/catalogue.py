@@ -234,8 +234,8 @@ def load(file: Path) -> Any:
 
 
 def _stamp(file: Path) -> tuple[int, int]:
-    found = file.stat()
-    return found.st_mtime_ns, found.st_size
+    status = file.stat()
+    return status.st_mtime_ns, status.st_size
 
 
 @cache
@@ -259,16 +259,16 @@ def entries(group: str, folders: Sequence[Path] = (CONF,)) -> list[Entry]:
     """Return the yaml files of a group (method, task, model), sorted by name. Raise `NameTaken` if
     two folders hold a file of the same name, because Hydra would silently take the first. A file in
     a subfolder has that in its name, as in small/pqcache_fig9b."""
-    found: dict[str, Entry] = {}
+    by_name: dict[str, Entry] = {}
     for file in (file for folder in folders for file in sorted((folder / group).rglob("*.yaml"))):
         name = file.as_posix().rpartition(f"/{group}/")[2].removesuffix(".yaml")
-        first = found.setdefault(name, Entry(name, file))
+        first = by_name.setdefault(name, Entry(name, file))
         if first.file != file and first.file.resolve() != file.resolve():
             raise NameTaken(
                 f"{file} has the name of {'the built-in ' if CONF in first.file.parents else ''}{first.file}, which "
                 f"would run in its place: rename yours, and use {group}=NEWNAME."
             )
-    return [found[name] for name in sorted(found)]
+    return [by_name[name] for name in sorted(by_name)]
 
 
 @cache
@@ -283,12 +283,12 @@ def commands() -> frozenset[str]:
 def config_dirs(arguments: Sequence[str]) -> list[Path]:
     """Return the folders that --config-dir names on a command line, in any of argparse's
     spellings."""
-    found = []
+    folders = []
     for place, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")
         if flag in ("--config-dir", "-cd"):
-            found.append(typed(value if equals else [*arguments, ""][place + 1]))
-    return found
+            folders.append(typed(value if equals else [*arguments, ""][place + 1]))
+    return folders
 
 
 def plain(value: object) -> str:
@@ -307,11 +307,11 @@ IN_ONE = ("template_kwargs",)  # settings whose value is a mapping of the user's
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> Flat:
     """Return nested values with dotted keys: {"a": {"b": 1}} -> {"a.b": 1}; lists and the settings of IN_ONE stay as
     they are."""
-    found: Flat = {}
+    flat: Flat = {}
     for key, value in nested.items():
         parts = isinstance(value, Mapping) and key not in IN_ONE
-        found |= flatten(value, f"{prefix}{key}.") if parts else {f"{prefix}{key}": value}
-    return found
+        flat |= flatten(value, f"{prefix}{key}.") if parts else {f"{prefix}{key}": value}
+    return flat
 
 
 def _comment(line: str) -> str:

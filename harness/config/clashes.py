@@ -23,16 +23,16 @@ class NameClashError(ImportError):
 
 def clashes() -> list[str]:
     """Return a sentence for each of our packages that is found elsewhere than in this project."""
-    found = []
+    clashing = []
     for name in OURS:
         spec = find_spec(name)
         place = Path(spec.origin).resolve().parent if spec and spec.origin else None
         if place != ROOT / name:
-            found.append(
+            clashing.append(
                 f"The package `{name}` comes from {place or 'nowhere'} instead of {ROOT / name}: import harness before "
                 "what imports that package."
             )
-    return found
+    return clashing
 
 
 def settle_clashes() -> None:

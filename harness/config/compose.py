@@ -272,14 +272,14 @@ def combinations(words: Sequence[str], slowest: str) -> Iterator[dict[str, Word]
 def _by_key(words: Sequence[str]) -> dict[str, list[Word]]:
     """Return the values of each key in `words`; if two words have the same key, those of the
     last."""
-    found: dict[str, list[Word]] = {}
+    by_key: dict[str, list[Word]] = {}
     for word in words:
         try:
             override = OverridesParser.create().parse_override(word)
         except HydraException as error:
             raise SettingsError(_unread(word)) from error
-        found[override.key_or_group] = list(_values(override))
-    return found
+        by_key[override.key_or_group] = list(_values(override))
+    return by_key
 
 
 def _values(override: Override) -> Iterator[Word]:

@@ -114,12 +114,12 @@ def own_line(error: BaseException) -> str | None:
     """Return file and line of the user's own code that raised the error, as in a plug-in from
     outside this project; None if no such code was running."""
     others = [*(ROOT / name for name in PACKAGES), *map(Path, {*sysconfig.get_paths().values(), sys.prefix})]
-    found = None
+    place = None
     for frame in traceback.extract_tb(error.__traceback__):
         file = Path(frame.filename)
         if file.is_file() and not any(file.is_relative_to(other) for other in others):
-            found = f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}, line {frame.lineno}"
-    return found
+            place = f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}, line {frame.lineno}"
+    return place
 
 
 def _kept(error: BaseException) -> str:

@@ -76,9 +76,9 @@ def _settings(lines: Iterable[str], config: dict[str, Any]) -> Iterator[Setting]
     for line in lines:
         if line.startswith("#"):
             section = line.removeprefix("#").strip()
-        elif found := _LINE.match(line):
-            name, comment = found["name"], found["comment"] or ""
-            if found["indent"]:
+        elif match := _LINE.match(line):
+            name, comment = match["name"], match["comment"] or ""
+            if match["indent"]:
                 key, hint = f"{group}.{name}", get_type_hints(NESTED[group])[name]
                 yield Setting(section, key, plain(config[group][name]), _values(key, hint), comment)
             elif name in NESTED:

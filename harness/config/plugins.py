@@ -56,8 +56,8 @@ def naming(kind: str, parameters: Iterable[str]) -> Iterator[None]:
         yield
     except ValueError as error:
         names = "|".join(map(re.escape, parameters))
-        found = rf"(?<![\w.])(?:{names})(?==)|^(?:{names})(?=:)"
-        text = re.sub(found, rf"{kind}.\g<0>", str(error)) if names else str(error)
+        pattern = rf"(?<![\w.])(?:{names})(?==)|^(?:{names})(?=:)"
+        text = re.sub(pattern, rf"{kind}.\g<0>", str(error)) if names else str(error)
         error.args = (text, *error.args[1:])
         raise
 
@@ -119,7 +119,7 @@ def fits(value: Any, hint: Any) -> bool:
     if hint is Any:
         return True
     if origin in (Union, types.UnionType):
-        return any(fits(value, one) for one in inner)
+        return any(fits(value, kind) for kind in inner)
     if origin is Literal:
         return value in inner
     if origin in SEQUENCES:
@@ -161,7 +161,7 @@ def spell(hint: Any) -> str:
     if is_size(hint):
         return "bytes, a size as 8GB, or null" if type(None) in inner else "bytes, or a size as 8GB"
     if origin in (Union, types.UnionType):
-        return " or ".join(spell(one) for one in inner if one is not int or float not in inner)
+        return " or ".join(spell(kind) for kind in inner if kind is not int or float not in inner)
     if origin is Literal:
         return f"one of {', '.join(map(str, inner))}" if len(inner) > 1 else str(inner[0])
     if origin is dict:

@@ -72,8 +72,8 @@ def _bytes(job: Job) -> str:
         cost = sealed_cost(job.cache_spec, info, job.items)
     except CostError:
         return f"{full}; {name} does not say what it holds"
-    told = [f"{size(count)} on the {tier}" for tier, count in cost.held.items() if count]
-    return f"{' and '.join(told)} for {name} once sealed, {full}"
+    amounts = [f"{size(count)} on the {tier}" for tier, count in cost.held.items() if count]
+    return f"{' and '.join(amounts)} for {name} once sealed, {full}"
 
 
 def _range(counts: Sequence[int]) -> str:

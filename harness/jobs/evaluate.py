@@ -82,9 +82,9 @@ def evaluate_together(jobs: Sequence[Job], on_error: OnError | None = None) -> l
     report = on_error or errors.append
     groups: dict[str, dict[Path, Job]] = {}  # jobs that run together, each folder once
     for job in jobs:
-        for one in ([job.full] if job.full and job.settings.baseline == "run" else []) + [job]:
-            name = "shared" if one.settings.shared_prefill else str(one.folder)
-            groups.setdefault(name, {}).setdefault(one.folder, one)
+        for each in ([job.full] if job.full and job.settings.baseline == "run" else []) + [job]:
+            name = "shared" if each.settings.shared_prefill else str(each.folder)
+            groups.setdefault(name, {}).setdefault(each.folder, each)
     runs: dict[Path, StoredRun] = {}
     for group in groups.values():
         with reporting(report):

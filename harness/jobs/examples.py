@@ -306,14 +306,14 @@ def _item(
     """Turn an example into token ids, turn by turn, and check each turn's prompt. What earlier
     turns take of the model's window is not there for later ones, unless `overflow.window` drops old
     tokens. `cut`: what leaves the first turn's context."""
-    made: list[PreparedExample] = []
+    items: list[PreparedExample] = []
     most, keywords = settings.overflow.window, settings.template_kwargs or {}
     thinks = settings.thinks and example.chat
     if thinks:
         _refuse_thoughts(example, settings)
     for turn in example.turns:
         asked = replace(turn, prefix="") if thinks else turn  # the answer's first words follow its thought
-        to_prompt = render_turn if made else partial(render, cut=cut)
+        to_prompt = render_turn if items else partial(render, cut=cut)
         prompt = to_prompt(asked, tokenizer, chat=settings.chat, keywords=keywords)  # type: ignore[arg-type]
         limit = settings.generation.max_new_tokens
         forced = forced_ids(turn, prompt, tokenizer)[:limit]
@@ -321,12 +321,12 @@ def _item(
         new_tokens = max(map(len, choices), default=0) or len(forced) or limit or turn.max_new_tokens
         thought = _thought(prompt, tokenizer, settings, turn.prefix, window - new_tokens) if thinks else None
         new_tokens += thought.room if thought else 0
-        before = 0 if most else sum(one.room for one in made)
+        before = 0 if most else sum(one.room for one in items)
         findings = list(lint(turn, prompt, tokenizer, window, new_tokens, before, keywords))
         item = PreparedExample(turn, prompt, new_tokens, tuple(findings), forced, choices, by_steps=bool(choices))
-        made.append(replace(item, thought=thought))
-    found = dict.fromkeys(finding for one in made for finding in one.findings)
-    return replace(made[0], example=example, findings=tuple(found), further=tuple(made[1:]), most=most)
+        items.append(replace(item, thought=thought))
+    found = dict.fromkeys(finding for one in items for finding in one.findings)
+    return replace(items[0], example=example, findings=tuple(found), further=tuple(items[1:]), most=most)
 
 
 def _refuse_thoughts(example: Example, settings: Settings) -> None:

@@ -32,9 +32,9 @@ class Likelihood:
         itself measures the likelihood."""
         if item.forced:
             return []
-        found = dict.fromkeys(filter(None, item.example.references))
+        references = dict.fromkeys(filter(None, item.example.references))
         prompt = replace(item.prompt, text=item.thought.text) if item.thought else item.prompt
-        return [answer_ids(reference, prompt, self.tokenizer)[: item.answer_tokens] for reference in found]
+        return [answer_ids(reference, prompt, self.tokenizer)[: item.answer_tokens] for reference in references]
 
     def measure(self, cache: KVCache, question: Sequence[int], reference: Sequence[int]) -> float | None:
         """Return the mean negative log-likelihood, in nats per token, of the tokens of `reference`

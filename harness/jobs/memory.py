@@ -252,14 +252,14 @@ def _layers(cache_spec: CacheSpec, info: ModelInfo, item: PreparedExample) -> It
     settings, method, cases = cache_spec.settings, cache_spec.method, _workloads(cache_spec, info, item)
     chunk = min(len(item.prompt.ids), settings.prefill_chunk or len(item.prompt.ids))
     try:
-        told = [(case, method.cost(case), method.transient(case, chunk)) for case in cases]
+        forecasts = [(case, method.cost(case), method.transient(case, chunk)) for case in cases]
     except CostError:
-        told = [(case, Cost(case.dense_bytes), PeakExtra()) for case in cases]
-    for case, cost, extra in told:
+        forecasts = [(case, Cost(case.dense_bytes), PeakExtra()) for case in cases]
+    for case, cost, extra in forecasts:
         here = [tier for tier in cost.held if settings.device == "cpu" and not TIERS[tier].in_files]
         sealed = sum(cost.held[tier] for tier in {DEVICE, *here})
-        made = cost.beside(case) + sealed - cost.device_bytes
-        yield _Layer(case, cost, extra, sealed, max(extra.seal, made))
+        rearranged = cost.beside(case) + sealed - cost.device_bytes
+        yield _Layer(case, cost, extra, sealed, max(extra.seal, rearranged))
 
 
 def _workloads(
@@ -297,10 +297,10 @@ def _sealing_late(layers: Sequence[_Layer], passing: int) -> tuple[PeakBytes, Pe
     method reduce their cache) after the whole prefill. `passing`: bytes of hidden states while a
     chunk passes through a layer."""
     kv, kept = sum(layer.case.dense_bytes for layer in layers), sum(layer.extra.kept for layer in layers)
-    sealing, held = 0, kv + kept
+    sealing, occupied = 0, kv + kept
     for layer in layers:
-        sealing = max(sealing, held + layer.sealing)
-        held += layer.sealed - layer.case.dense_bytes - layer.extra.kept
+        sealing = max(sealing, occupied + layer.sealing)
+        occupied += layer.sealed - layer.case.dense_bytes - layer.extra.kept
     prefill = max(layer.extra.prefill for layer in layers)
     return PeakBytes(kv, kept, prefill, passing), PeakBytes(kv, kept, sealing - kv - kept, 0)
 

@@ -55,8 +55,8 @@ class Usage:
 
     def add(self, other: Usage) -> None:
         """Merge the measurement of another stretch of work into this one."""
-        for name, found in other.backends.items():
-            self.backends[name] = sorted({*self.backends.get(name, ()), *found})
+        for name, used in other.backends.items():
+            self.backends[name] = sorted({*self.backends.get(name, ()), *used})
         self.host_bytes = larger(self.host_bytes, other.host_bytes)
         self.device_bytes = larger(self.device_bytes, other.device_bytes)
 

@@ -250,11 +250,11 @@ class ContextSession:
         slot.out.recomputed += talk.found.outgrown
         self.transcript.reuse[-1]["save_hidden_s"] = self._saved.hidden_s()
         self.transcript.prefill.add(usage)
-        found = talk.found
+        history = talk.found
         left = {"dropped_tokens": talk.dropped} if self.overflow is not None else {}
-        lost = {"lost_turns": int(found.lost is not None), "lost_to": found.lost} if self.caches.stores else {}
-        seconds = {"load_s": found.load_s, "hidden_s": found.hidden_s}
-        self.transcript.reuse.append({"hit_tier": found.tier, **self._counts(), **lost, **left, **seconds})
+        lost = {"lost_turns": int(history.lost is not None), "lost_to": history.lost} if self.caches.stores else {}
+        seconds = {"load_s": history.load_s, "hidden_s": history.hidden_s}
+        self.transcript.reuse.append({"hit_tier": history.tier, **self._counts(), **lost, **left, **seconds})
         return self._before_the_answer(slot, turn)
 
     def _join(self, batch: RunningBatch, turn: PreparedExample, logits: Tensor | None, began: float) -> RunningSequence:

@@ -231,9 +231,9 @@ class Runner:
                     asking.give_up()
                     side.suspects.append([asking.asked, *asking.waiting])
             return
-        for asking, made in ended:
+        for asking, generation in ended:
             try:
-                asking.ended(made)
+                asking.ended(generation)
             except Exception as error:
                 yield from side.give_up(asking, error)
                 continue
@@ -279,8 +279,8 @@ class Runner:
 
     def used(self, backends: Mapping[str, Sequence[str]]) -> None:
         """Add backends of operations to those that this job has used."""
-        for name, found in backends.items():
-            self._backends.setdefault(name, set()).update(found)
+        for name, used in backends.items():
+            self._backends.setdefault(name, set()).update(used)
 
     @property
     def notes(self) -> dict[str, Any]:
@@ -292,7 +292,7 @@ class Runner:
             "plain_steps": self.engine.plain_steps or uncaptured,
             "one_by_one": self.engine.one_by_one,
             "unclocked": self.engine.unclocked,
-            "backends": {name: sorted(found) for name, found in self._backends.items()},
+            "backends": {name: sorted(used) for name, used in self._backends.items()},
         }
 
     def prompt(self, item: PreparedExample) -> tuple[Tensor, int]:
@@ -354,7 +354,7 @@ class Runner:
             unit=item.example.unit,
             warnings=[finding.message for finding in item.findings],
             fidelity=first.fidelity[0] if first.fidelity else None,
-            prompt_ids=[one for turn in item.turns for one in turn.prompt.ids]
+            prompt_ids=[token for turn in item.turns for token in turn.prompt.ids]
             if self.settings.results.save_prompts
             else None,
         )
@@ -363,11 +363,11 @@ class Runner:
         """Yield the fields of a `Reply` for each turn, with its score."""
         item, history = transcript.item, 0
         turns = item.turns, item.example.turns, transcript.turns, (*item.further, None), transcript.reuse or [{}]
-        for turn, example, made, later, reuse in zip(*turns, strict=True):
-            [tokens], [stop] = made.tokens, made.stops
+        for turn, example, generation, later, reuse in zip(*turns, strict=True):
+            [tokens], [stop] = generation.tokens, generation.stops
             rule = self._rule(turn)
             thought = rule.thought_tokens(tokens) if isinstance(rule, ThoughtfulAnswer) else None
-            output = repr(made.nll[0]) if made.nll else rule.text(tokens)
+            output = repr(generation.nll[0]) if generation.nll else rule.text(tokens)
             if transcript.choices:
                 output = choices_output(transcript.choices)
             score = self.task.score(example, output)
@@ -382,10 +382,10 @@ class Runner:
                 "thought_tokens": thought,
                 "score": 0.0 if thought == len(tokens) else score.value,
                 "details": dict(score.details),
-                "kv": made.kv,
+                "kv": generation.kv,
                 "data": dict(example.data),
-                **{name: getattr(made, name) for name in OF_A_GENERATION},
-                "measured": dict.fromkeys(MEASURES) | made.measured,
+                **{name: getattr(generation, name) for name in OF_A_GENERATION},
+                "measured": dict.fromkeys(MEASURES) | generation.measured,
                 **reuse,
             }
             history += len(turn.prompt.ids)
@@ -426,7 +426,9 @@ def _joined(item: PreparedExample, parts: Sequence[Transcript]) -> Transcript:
     generations = [part.turns[0] for part in parts]
     for other in others:
         first.decode.add(other.decode)
-    summed = {name: sum(getattr(made, name) for made in generations) for name in ("share_s", "decode_share_s")}
+    summed = {
+        name: sum(getattr(generation, name) for generation in generations) for name in ("share_s", "decode_share_s")
+    }
     return replace(first, item=item, turns=[replace(generations[0], **summed)], choices=generations)
 
 

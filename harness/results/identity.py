@@ -112,13 +112,13 @@ def code_of(*plugins: Any) -> dict[str, str]:
     pending = [type(plugin).__module__ for plugin in plugins]
     pending += [module for plugin in plugins for module in getattr(plugin, "modules", ())]
     packages = {*OURS, *(name.partition(".")[0] for name in pending)}
-    found: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     for name in pending:  # grows
-        file = None if name in found else _file(name)
+        file = None if name in hashes else _file(name)
         if file is not None:
-            found[name], imported = _read(file.read_bytes(), name, file.name == "__init__.py")
+            hashes[name], imported = _read(file.read_bytes(), name, file.name == "__init__.py")
             pending += [module for module in imported if not _is_core(module) and _is_own(module, packages)]
-    return dict(sorted(found.items()))
+    return dict(sorted(hashes.items()))
 
 
 @lru_cache(maxsize=256)
@@ -139,7 +139,7 @@ def _shape(node: Any) -> Any:
     """Return a syntax tree as nested tuples, without positions, docstrings (any statement that is
     only a string) and empty fields."""
     if isinstance(node, list):
-        return [_shape(one) for one in node if not _is_text(one)]
+        return [_shape(part) for part in node if not _is_text(part)]
     if not isinstance(node, ast.AST):
         return node
     fields = [(name, _shape(value)) for name, value in ast.iter_fields(node)]

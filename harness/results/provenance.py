@@ -58,13 +58,13 @@ def _git(*arguments: str) -> str | None:
 
 def versions(distributions: Sequence[str] = DISTRIBUTIONS) -> dict[str, str | None]:
     """Return the installed version of each package, None if it is missing. Nothing is imported."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in distributions:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
-    return found
+            versions[name] = None
+    return versions
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:

@@ -206,11 +206,11 @@ def _turns(records: Sequence[Record], timed: bool) -> dict[str, dict[str, Any]] 
     """Return what is known of each turn of the conversations, by its number from "1" on (`_turn`):
     score, times, tokens, how many histories were found in the store. None if no example has several
     turns."""
-    found: dict[str, list[tuple[str, Reply]]] = defaultdict(list)
+    by_turn: dict[str, list[tuple[str, Reply]]] = defaultdict(list)
     for record in records:
         for number, reply in enumerate(record.turns or (), 1):
-            found[str(number)].append((record.independent, reply))
-    return {number: _turn(replies, timed) for number, replies in found.items()} or None
+            by_turn[str(number)].append((record.independent, reply))
+    return {number: _turn(replies, timed) for number, replies in by_turn.items()} or None
 
 
 def _turns_ago(records: Sequence[Record]) -> dict[str, dict[str, Any]] | None:

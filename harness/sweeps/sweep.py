@@ -71,7 +71,7 @@ def with_own_settings(jobs: Sequence[Composed]) -> list[Composed]:
     nothing."""
     if len(jobs) == 1:
         return list(jobs)
-    usual, found = asdict(Settings()), dict[str, Composed]()
+    usual, kept = asdict(Settings()), dict[str, Composed]()
     budgets = [_uses_budget(job) for job in jobs]
     stores = [job.config.get("history") == "store" for job in jobs]
     for job, has_budget, has_store in zip(jobs, budgets, stores, strict=True):
@@ -81,8 +81,8 @@ def with_own_settings(jobs: Sequence[Composed]) -> list[Composed]:
             words = [word for word in words if re.split(r"[.=]", word.lstrip("+"))[0] not in OF_A_BUDGET]
         if any(stores) and not has_store:
             config["store"] = usual["store"]
-        found.setdefault(canonical(config), Composed(config, job.presets, words))
-    return list(found.values())
+        kept.setdefault(canonical(config), Composed(config, job.presets, words))
+    return list(kept.values())
 
 
 def _uses_budget(job: Composed) -> bool:
@@ -95,12 +95,12 @@ def _uses_budget(job: Composed) -> bool:
 def groups(jobs: Sequence[Composed]) -> list[dict[int, Composed]]:
     """Return the jobs in groups that run together, each job with its number in the sweep: under
     `shared_prefill=true` the jobs that can share a prefill, otherwise each job by itself."""
-    found: dict[str, dict[int, Composed]] = {}
+    by_group: dict[str, dict[int, Composed]] = {}
     for number, job in enumerate(jobs):
         common = {key: value for key, value in job.config.items() if key not in OWN | {"method"}}
         key = canonical(common) if job.config.get("shared_prefill") else str(number)
-        found.setdefault(key, {})[number] = job
-    return list(found.values())
+        by_group.setdefault(key, {})[number] = job
+    return list(by_group.values())
 
 
 def labels(jobs: Sequence[Composed]) -> list[str]:

@@ -102,10 +102,10 @@ def theirs(name: str, ratio: float) -> list[tuple[Tensor, Tensor, Tensor | None]
 
 def sealed(kv: Attachment, *, chunk: int | None = None, ids: Tensor = IDS) -> KVCache:
     engine = Engine(kv, prefill_chunk=chunk)
-    made = engine.cache(ids, 16)
-    engine.prefill(made, ids, whole=True)
-    made.seal()
-    return made
+    cache = engine.cache(ids, 16)
+    engine.prefill(cache, ids, whole=True)
+    cache.seal()
+    return cache
 
 
 def in_order(rows: Tensor) -> Tensor:
@@ -287,12 +287,12 @@ def test_a_prompt_no_longer_than_a_presss_windows_is_read_whole(press: dict[str,
     assert method.windows == {"SnapKVPress": 16, "ComposedPress": 16, "CompactorPress": 12}.get(press["name"], 4)
     for length in range(1, method.windows + 3):
         with attached(model, method, budget=0.2) as kv:
-            made = Engine(kv).generate(IDS[:, :length], max_new_tokens=3)
+            generation = Engine(kv).generate(IDS[:, :length], max_new_tokens=3)
         whole = 1 < length <= method.windows
-        assert str(made.fallback).startswith("all is read") == whole
+        assert str(generation.fallback).startswith("all is read") == whole
         if whole:
             with attached(model, Full()) as kv:
-                assert made.tokens == Engine(kv).generate(IDS[:, :length], max_new_tokens=3).tokens
+                assert generation.tokens == Engine(kv).generate(IDS[:, :length], max_new_tokens=3).tokens
 
 
 def test_a_press_that_draws_draws_the_same_again_and_leaves_torchs_numbers_alone() -> None:

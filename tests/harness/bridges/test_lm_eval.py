@@ -91,20 +91,20 @@ def test_a_methods_answers_are_our_loops_on_long_prompts() -> None:
         for text, answer in zip(texts, answers, strict=True):
             ids = torch.tensor([lm.tok_encode(text)])
             assert ids.shape[1] >= 1000
-            made = engine.generate(ids, max_new_tokens=9, stops=[StopRule(lm.tokenizer, (), UNTIL, 0)])
-            assert answer == lm.tokenizer.decode(made.tokens[0], skip_special_tokens=True).split("long")[0]
+            generation = engine.generate(ids, max_new_tokens=9, stops=[StopRule(lm.tokenizer, (), UNTIL, 0)])
+            assert answer == lm.tokenizer.decode(generation.tokens[0], skip_special_tokens=True).split("long")[0]
 
 
 def by_hand(lm: KVHarnessLM, context: str, continuation: str) -> float:
     """One choice by itself: all but the last token sealed, the rest read by steps."""
-    ids, told = lm._encode_pair(context, continuation)
+    ids, scored = lm._encode_pair(context, continuation)
     engine, total = lm.engine, 0.0
     with routed(lm.loaded.model), torch.inference_mode():
         prompt = torch.tensor([ids])
-        cache = engine.cache(prompt, len(told))
+        cache = engine.cache(prompt, len(scored))
         engine.prefill(cache, prompt[:, :-1])
         cache.seal()
-        for before, token in zip([ids[-1], *told], told, strict=False):
+        for before, token in zip([ids[-1], *scored], scored, strict=False):
             logits = engine.decode(torch.tensor([[before]]), cache, None)
             total += float(logits.log_softmax(-1)[0, token])
     return total
@@ -200,9 +200,9 @@ def test_wrong_requests_are_refused_and_short_and_long_ones_are_counted(capsys: 
     _, _, _, _, long = lm.generate_until(
         asked("generate_until", *((text, {"until": [], "max_gen_toks": 5}) for text in texts))
     )
-    said = capsys.readouterr().err
-    assert "2 of 5 requests" in said
-    assert "max_length=600" in said
+    printed = capsys.readouterr().err
+    assert "2 of 5 requests" in printed
+    assert "max_length=600" in printed
     info = lm.get_model_info()
     assert (info["kv_requests"], sum(info["kv_fell_back"].values()), info["kv_cut_left"]) == (5, 2, 1)
     assert info["kv_device"] == "cpu"
@@ -233,13 +233,13 @@ def test_tasks_with_few_shots_and_chat_templates(tmp_path: Path) -> None:
     lm.tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     manager = TaskManager(include_path=str(own_task(tmp_path)), include_defaults=False)
     try:
-        made = simple_evaluate(lm, tasks=["own"], task_manager=manager, apply_chat_template=True, bootstrap_iters=0)
+        results = simple_evaluate(lm, tasks=["own"], task_manager=manager, apply_chat_template=True, bootstrap_iters=0)
     finally:
         lm.tokenizer.chat_template = None
-    asked_for = made["samples"]["own"][0]["arguments"][0][0]
+    asked_for = results["samples"]["own"][0]["arguments"][0][0]
     assert asked_for.count("<assistant>a fact<user>What") == 2
-    assert made["results"]["own"]["acc,none"] in (0.0, 1.0)
-    assert made["config"]["kv_budget"] == "0.9"
+    assert results["results"]["own"]["acc,none"] in (0.0, 1.0)
+    assert results["config"]["kv_budget"] == "0.9"
 
 
 @pytest.mark.slow  # it lists all its tasks, which takes many seconds
@@ -296,14 +296,14 @@ def test_bos_stands_where_their_own_model_puts_it(
     backend = Tokenizer(models.WordLevel(words, unk_token="u"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     tiny("llama").save_pretrained(tmp_path)
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="u")
-    made.chat_template = template + "{% for m in messages %}[ {{ m.content }} ]{% endfor %}"
-    made.save_pretrained(tmp_path)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="u")
+    tokenizer.chat_template = template + "{% for m in messages %}[ {{ m.content }} ]{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
     for file, changes in (("tokenizer.json", {"post_processor": processor}), ("tokenizer_config.json", config)):
         (tmp_path / file).write_text(json.dumps(json.loads((tmp_path / file).read_text()) | changes))
-    told = {} if add is None else {"add_bos_token": add}
-    wanted: Any = HFLM(pretrained=str(tmp_path), device="cpu", dtype="float32", **told)
-    lm = KVHarnessLM(**{"model": "hf", "model.name": str(tmp_path), "threads": 1}, method="full", **told)
+    keywords = {} if add is None else {"add_bos_token": add}
+    wanted: Any = HFLM(pretrained=str(tmp_path), device="cpu", dtype="float32", **keywords)
+    lm = KVHarnessLM(**{"model": "hf", "model.name": str(tmp_path), "threads": 1}, method="full", **keywords)
     chat = lm.apply_chat_template([{"role": "user", "content": "Why ?"}])
     assert chat == wanted.apply_chat_template([{"role": "user", "content": "Why ?"}])
     for text in (chat, "Why is it", "<s> Why", ""):

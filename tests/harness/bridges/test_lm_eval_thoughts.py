@@ -98,7 +98,7 @@ def test_a_task_of_theirs_takes_our_setting(thinking: str, thoughts: int | None,
     )
     task = LmEval(name="thoughtful", include_path=str(tmp_path), chat=True)
     settings = Settings(results=Results(root=str(tmp_path / "runs")), baseline="off", warmup=0, thinking=thinking)
-    made = evaluate(Full(), task, scripted(tmp_path / "model", "empty block"), settings)
-    for record in made.records:
+    finished = evaluate(Full(), task, scripted(tmp_path / "model", "empty block"), settings)
+    for record in finished.records:
         assert record.thought_tokens == thoughts
         assert (record.output, record.score) == (("", 0.0) if record.unanswered else (" 42", 1.0))

@@ -62,7 +62,7 @@ def test_methods_and_budgets_that_are_none_are_refused(method: Any, budget: Any,
 def unions(cache: KVCache) -> list[float]:
     """Distinct tokens per KV head in the last step, of every layer but the first."""
     rows = [layer.reads.rows.unflatten(1, (2, -1)).flatten(2).tolist() for layer in cache.layers[1:]]  # type: ignore[union-attr]
-    return [fmean(len(set(head)) for sequence in one for head in sequence) for one in rows]
+    return [fmean(len(set(head)) for sequence in layer_rows for head in sequence) for layer_rows in rows]
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -81,11 +81,13 @@ def test_the_union_is_what_a_kv_head_reads_over_its_query_heads(
         monkeypatch.setattr(
             RunningSequence, "note_reads", lambda slot, n: counted.append(unions(caches[0])) or note(slot, n)
         )
-        made = engine.generate(prompt(100, batch=batch), max_new_tokens=UNION_EVERY + 3)
-    counts = [fmean(one) for one in zip(*counted[::UNION_EVERY], strict=True)]
-    assert made.measured["attended_prompt"] == pytest.approx((100 + 20 + 20) / 3)
-    assert made.measured["union_prompt"] == pytest.approx((100 + sum(counts)) / 3)
-    assert (made.measured["union_prompt"] > made.measured["attended_prompt"]) == (select_per == "query_head")
+        generation = engine.generate(prompt(100, batch=batch), max_new_tokens=UNION_EVERY + 3)
+    counts = [fmean(per_layer) for per_layer in zip(*counted[::UNION_EVERY], strict=True)]
+    assert generation.measured["attended_prompt"] == pytest.approx((100 + 20 + 20) / 3)
+    assert generation.measured["union_prompt"] == pytest.approx((100 + sum(counts)) / 3)
+    assert (generation.measured["union_prompt"] > generation.measured["attended_prompt"]) == (
+        select_per == "query_head"
+    )
 
 
 @pytest.mark.tokens
@@ -98,10 +100,10 @@ def test_each_sequence_of_a_batch_stops_for_itself() -> None:
         def at(count: int):  # type: ignore[no-untyped-def]
             return lambda tokens: "eos" if len(tokens) == count else None
 
-        made = engine.generate(ids, max_new_tokens=8, stops=[at(2), at(99), at(5)])
-    assert made.tokens == [free[0][:2], free[1], free[2][:5]]
-    assert made.stops == ["eos", "length", "eos"]
-    assert len(made.token_s) == 8
+        generation = engine.generate(ids, max_new_tokens=8, stops=[at(2), at(99), at(5)])
+    assert generation.tokens == [free[0][:2], free[1], free[2][:5]]
+    assert generation.stops == ["eos", "length", "eos"]
+    assert len(generation.token_s) == 8
 
 
 @pytest.mark.tokens
@@ -212,17 +214,17 @@ def generate(monkeypatch: pytest.MonkeyPatch, captured: bool = False, context: i
 
 
 def test_the_seal_is_clocked_until_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = generate(monkeypatch)
-    assert made.seal_s == pytest.approx(SEAL)
+    generation = generate(monkeypatch)
+    assert generation.seal_s == pytest.approx(SEAL)
     second = PREFILL + SEAL + STEP
-    assert made.token_s == pytest.approx([PREFILL, second, second + STEP, second + 2 * STEP])
+    assert generation.token_s == pytest.approx([PREFILL, second, second + STEP, second + 2 * STEP])
 
 
 def test_capturing_is_clocked_without_the_step_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = generate(monkeypatch, captured=True)
-    assert made.capture_s == pytest.approx(CAPTURE)
+    generation = generate(monkeypatch, captured=True)
+    assert generation.capture_s == pytest.approx(CAPTURE)
     second = PREFILL + SEAL + STEP + CAPTURE
-    assert made.token_s == pytest.approx([PREFILL, second, second + STEP, second + 2 * STEP])
+    assert generation.token_s == pytest.approx([PREFILL, second, second + STEP, second + 2 * STEP])
 
 
 def test_a_clock_stands_still_while_another_joins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +253,7 @@ def test_a_capture_for_others_is_in_no_token_s_time(monkeypatch: pytest.MonkeyPa
         while batch.sequences:
             batch.step()
     assert engine.plain_steps is None
-    assert [one.out.capture_s for one in (first, second)] == pytest.approx([CAPTURE, CAPTURE])
+    assert [slot.out.capture_s for slot in (first, second)] == pytest.approx([CAPTURE, CAPTURE])
     begun = PREFILL + SEAL + CAPTURE
     assert first.out.token_s[:3] == pytest.approx([PREFILL, begun + STEP, begun + 3 * STEP])
     assert second.out.token_s[:2] == pytest.approx([PREFILL, begun + 2 * STEP])

@@ -92,12 +92,12 @@ def test_a_graph_gives_the_tokens_of_single_launches(device: str, name: str, pla
     with attached(model_on(device), small(name), overlap=placement == "host", **how) as kv:
         plain, captured = engines(kv, device)
         for seed in range(3):
-            made: list[Generation] = [
+            generations: list[Generation] = [
                 engine.generate(prompt(80, seed=seed), max_new_tokens=12) for engine in (plain, captured)
             ]
-            assert made[0].tokens == made[1].tokens
-            assert made[1].capture_s
-            assert counted(made[0]) == counted(made[1])
+            assert generations[0].tokens == generations[1].tokens
+            assert generations[1].capture_s
+            assert counted(generations[0]) == counted(generations[1])
     assert captured.plain_steps is None
 
 
@@ -110,9 +110,9 @@ def test_heads_of_any_count_and_size_are_captured(heads: tuple[int, int, int], d
             plain, captured = engines(kv, device)
             with use_backend("torch"):
                 (wanted,) = plain.generate(prompt(80), max_new_tokens=3).tokens
-            made = [engine.generate(prompt(80), max_new_tokens=8).tokens for engine in (plain, captured)]
-            assert made[0] == made[1], method
-            assert made[0][0][:2] == wanted[:2], method
+            tokens = [engine.generate(prompt(80), max_new_tokens=8).tokens for engine in (plain, captured)]
+            assert tokens[0] == tokens[1], method
+            assert tokens[0][0][:2] == wanted[:2], method
             assert captured.plain_steps is None
 
 
@@ -127,10 +127,10 @@ def test_sequences_join_and_leave_while_steps_are_captured(name: str, placement:
     how: dict[str, Any] = {"budget": 0.5, "placement": placement, "calibration": prompt(64, seed=9)}
     with attached(model_on(device), small(name), overlap=placement == "host", **how) as kv:
         plain, captured = engines(kv, device)
-        wanted, made = in_a_batch(plain, 2, 5), in_a_batch(captured, 2, 5)
-    for one, other in zip(made, wanted, strict=True):
-        assert (one.tokens, counted(one)) == (other.tokens, counted(other))
-    assert all(one.capture_s for one in made)
+        wanted, together = in_a_batch(plain, 2, 5), in_a_batch(captured, 2, 5)
+    for generation, other in zip(together, wanted, strict=True):
+        assert (generation.tokens, counted(generation)) == (other.tokens, counted(other))
+    assert all(generation.capture_s for generation in together)
     assert captured.plain_steps is None
 
 
@@ -142,5 +142,5 @@ def test_the_loop_of_transformers_gives_the_same_tokens(name: str, device: str) 
     with attached(model, method, budget=0.5, calibration=prompt(64, seed=9)) as kv:
         (wanted,) = Engine(kv).generate(ids, max_new_tokens=8).tokens
         cache = kv.cache(capacity=68)
-        made = model.generate(ids, past_key_values=cache, max_new_tokens=8, min_new_tokens=8, do_sample=False)
-    assert made[0, 60:].tolist() == wanted
+        text = model.generate(ids, past_key_values=cache, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    assert text[0, 60:].tolist() == wanted

@@ -42,8 +42,8 @@ def answer(kv: Attachment, length: int, chunk: int | None = None, graphs: Any = 
 @pytest.mark.parametrize("chunk", [None, 7])
 def test_texts_around_the_window_are_generates(architecture: str, length: int, chunk: int | None) -> None:
     with attached(tiny(architecture), Full()) as kv:
-        made = answer(kv, length, chunk)
-    assert made.tokens == generates(architecture, length)
+        generation = answer(kv, length, chunk)
+    assert generation.tokens == generates(architecture, length)
 
 
 @cache
@@ -84,10 +84,10 @@ def test_layers_that_slide_take_the_bytes_of_their_window_and_no_budget(architec
     with attached(tiny(architecture), Oracle(sinks=0, recent_ratio=0), budget=0.2) as kv:
         assert [spec.index for spec in kv.specs] == list(range(whole))
         assert {spec.num_layers for spec in kv.specs} == {whole}
-        made = answer(kv, 100)
+        generation = answer(kv, 100)
         cache = kv.cache(capacity=100 + NEW)
-    assert made.kv["device"] == (whole * (100 + NEW) + SLIDING[architecture] * WINDOW) * ROW
-    assert (made.measured["attended_prompt"], made.measured["union_prompt"]) == (20, 20)
+    assert generation.kv["device"] == (whole * (100 + NEW) + SLIDING[architecture] * WINDOW) * ROW
+    assert (generation.measured["attended_prompt"], generation.measured["union_prompt"]) == (20, 20)
     assert len(cache.method_layers) == whole
     sliding = [layer for layer in cache.layers if layer.spec.window is not None]
     assert footprint(sliding)["device"] == SLIDING[architecture] * WINDOW * ROW
@@ -107,10 +107,10 @@ def test_windows_of_models_that_run_by_blocks(
     for length in (WINDOW - 6, 50):
         with attached(model, Full()) as kv, use_backend("torch"):
             engine = Engine(kv, prefill_chunk=chunk, graphs=Tape() if graphs else None)
-            made = engine.generate(prompt(length), max_new_tokens=NEW)
+            generation = engine.generate(prompt(length), max_new_tokens=NEW)
         assert engine.plain_reason is None
-        assert (made.capture_s is not None) == graphs
-        assert made.tokens == generated(model, prompt(length))
+        assert (generation.capture_s is not None) == graphs
+        assert generation.tokens == generated(model, prompt(length))
 
 
 def test_where_every_layer_slides_a_method_needs_a_text_within_the_window() -> None:
@@ -120,6 +120,6 @@ def test_where_every_layer_slides_a_method_needs_a_text_within_the_window() -> N
         with pytest.raises(ValueError, match="slides over 24"):
             answer(kv, 20, new=5)
     with attached(model, Full()) as kv:
-        made = answer(kv, 50)
-    assert made.measured["attended_prompt"] < WINDOW  # of those that are in the window, fewer with every step
-    assert made.measured["attended_total"] == WINDOW
+        generation = answer(kv, 50)
+    assert generation.measured["attended_prompt"] < WINDOW  # of those that are in the window, fewer with every step
+    assert generation.measured["attended_total"] == WINDOW

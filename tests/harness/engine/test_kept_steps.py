@@ -95,11 +95,11 @@ def test_examples_that_come_and_go_are_captured_once_for_each_size(name: str, pl
     """Of four slots, whether or not one of them is free, of two and of one."""
     with attach_compiled(name) if placement == "device" else attach_on_host(name, 0.5) as kv:
         plain, engine, tape = engines(kv)
-        made = in_a_batch(engine, 4, few=12 if placement == "device" else 6)
-        alone = [plain.generate(ids, max_new_tokens=new) for ids, new in examples()[: len(made)]]
+        together = in_a_batch(engine, 4, few=12 if placement == "device" else 6)
+        alone = [plain.generate(ids, max_new_tokens=new) for ids, new in examples()[: len(together)]]
     assert engine.plain_steps is None
-    assert [seen(one) for one in made] == [seen(one) for one in alone]
-    assert (made[0].measured["moved_bytes_per_step"] > 0) == (placement == "host")
+    assert [seen(generation) for generation in together] == [seen(generation) for generation in alone]
+    assert (together[0].measured["moved_bytes_per_step"] > 0) == (placement == "host")
     assert tape.captured <= 3 * SIZES.get(name, 1) or name in EACH
     assert not tape.dropped or name in EACH
 
@@ -138,23 +138,23 @@ def test_a_budget_that_needs_more_room_is_another_size(name: str) -> None:
         plain, engine, _ = engines(kv)
         for length in (180, 231, 249, 140, 255):
             ids = prompt(length, seed=length)
-            made, alone = (one.generate(ids, max_new_tokens=5) for one in (engine, plain))
-            assert seen(made) == seen(alone)
+            captured, alone = (one.generate(ids, max_new_tokens=5) for one in (engine, plain))
+            assert seen(captured) == seen(alone)
     assert engine.plain_steps is None
 
 
 def test_a_tensor_used_twice_cannot_stand_for_two() -> None:
-    one, other = StepInputs(), StepInputs()
+    first, other = StepInputs(), StepInputs()
     number = torch.tensor([3])
-    for inputs, numbers in ((one, [number, number]), (other, [torch.tensor([4]), torch.tensor([5])])):
+    for inputs, numbers in ((first, [number, number]), (other, [torch.tensor([4]), torch.tensor([5])])):
         with recording_inputs(inputs):
-            for held in numbers:
-                record_input("count", held)
-    assert one.kinds == other.kinds
-    assert not one.take_over(other)
+            for count in numbers:
+                record_input("count", count)
+    assert first.kinds == other.kinds
+    assert not first.take_over(other)
     assert number.item() == 3
-    assert other.take_over(one)
-    assert [held.item() for held in other.tensors] == [3, 3]
+    assert other.take_over(first)
+    assert [count.item() for count in other.tensors] == [3, 3]
 
 
 # how often the step that follows a seal sends small numbers to the device: where three layers' tensors lie, and counts
@@ -224,8 +224,8 @@ def test_a_kept_step_reads_nothing_of_the_sequence_it_was_captured_for(name: str
                 batch.step()
             assert slot.out.tokens == plain.generate(ids, max_new_tokens=8).tokens
             for layer in layers:
-                for held in (layer.store, *layer.policies):  # type: ignore[attr-defined]
-                    for x in vars(held).values():
+                for part in (layer.store, *layer.policies):  # type: ignore[attr-defined]
+                    for x in vars(part).values():
                         if isinstance(x, Tensor):
                             x.fill_(torch.nan if x.is_floating_point() else 0)
     assert len(graphs.graphs) == 2

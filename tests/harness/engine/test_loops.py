@@ -105,18 +105,18 @@ def test_a_loop_of_ones_own() -> None:
 @pytest.mark.parametrize("padding", [0, 5])
 def test_further_turns_go_on_with_the_cache_that_came_back(padding: int) -> None:
     """Beside another row, whose turns are shorter."""
-    said = mask = torch.empty(2, 0, dtype=torch.long)
+    text = mask = torch.empty(2, 0, dtype=torch.long)
     answers, cache = [], None
     with attach(small("pqcache"), 0.4) as kv, greedy(kv, NEW) as model:
         for seed, length in enumerate(TURNS):
             new = torch.cat([prompt(length, seed=seed), prompt(length, seed=seed + 50)])
             shown = torch.ones_like(new)
             shown[1, :padding] = 0
-            said, mask = torch.cat([said, new], 1), torch.cat([mask, shown], 1)
-            out = model.generate(said, attention_mask=mask, past_key_values=cache, return_dict_in_generate=True)
-            said, cache = out.sequences, out.past_key_values
+            text, mask = torch.cat([text, new], 1), torch.cat([mask, shown], 1)
+            out = model.generate(text, attention_mask=mask, past_key_values=cache, return_dict_in_generate=True)
+            text, cache = out.sequences, out.past_key_values
             mask = pad(mask, (0, NEW), value=1)
-            answers.append(said[:1, -NEW:].tolist())
+            answers.append(text[:1, -NEW:].tolist())
         assert answers == by_engine(kv)
     lengths = [member.num_tokens for member in cache.members]
     assert lengths == ([sum(TURNS) + 3 * NEW - 1 - short for short in (0, 3 * padding)] if padding else [123])
@@ -146,8 +146,8 @@ def test_pipelines_and_streamers() -> None:
         ids = [loaded.tokenizer(part, return_tensors="pt").input_ids for part in texts]
         wanted = alone(kv, ids)
         for size in (1, 2):
-            made = run(texts, return_tensors=True, batch_size=size)
-            given = [answer[0]["generated_token_ids"][-12:] for answer in made]
+            answers = run(texts, return_tensors=True, batch_size=size)
+            given = [answer[0]["generated_token_ids"][-12:] for answer in answers]
             assert [list(tokens) for tokens in given] == wanted
         model.generate(ids[0], streamer=listener)
     assert listener.heard == [*ids[0][0].tolist(), *wanted[0], -1]
@@ -207,19 +207,19 @@ def test_what_a_budget_did_not_limit_is_told_of_once() -> None:
     """Prompts that are read whole, alone and beside a long one in a batch, and scores of prompts alone."""
     ids, mask = prompt(71), torch.ones(2, 71, dtype=torch.int64)
     mask[1, :61] = 0
-    with all_warnings() as told, attach(small("snapkv"), 0.2) as kv:
+    with all_warnings() as warnings, attach(small("snapkv"), 0.2) as kv:
         for length in (10, 71, 1):
             kv.model.generate(ids[:, :length], max_new_tokens=3, do_sample=False)
         kv.model.generate(torch.cat([ids, ids]), attention_mask=mask, max_new_tokens=3, do_sample=False)
-    [message] = [str(warning.message) for warning in told]
+    [message] = [str(warning.message) for warning in warnings]
     assert "2 of 5 caches" in message
-    with all_warnings() as told, attach(small("snapkv"), 0.4) as kv:
+    with all_warnings() as warnings, attach(small("snapkv"), 0.4) as kv:
         for row in ROWS:
             kv.model(row)
-    [message] = [str(warning.message) for warning in told]
+    [message] = [str(warning.message) for warning in warnings]
     assert "never sealed" in message
-    with all_warnings() as told:
+    with all_warnings() as warnings:
         for method, budget in ((Full(), None), (small("snapkv"), 1.0)):  # nothing to leave out
             with attach(method, budget) as kv:
                 kv.model(ROWS[0])
-    assert not told
+    assert not warnings

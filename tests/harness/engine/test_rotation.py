@@ -39,8 +39,8 @@ def wanted(architecture: str, kind: str, length: int) -> list[int]:
 
 
 def by_loop(model, ids: Tensor, **more) -> list[list[int]]:  # type: ignore[no-untyped-def]
-    made = model.generate(ids, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, **more)
-    answers: list[list[int]] = made[:, ids.shape[1] :].tolist()
+    whole = model.generate(ids, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, **more)
+    answers: list[list[int]] = whole[:, ids.shape[1] :].tolist()
     return answers
 
 
@@ -52,10 +52,10 @@ def test_answers_are_those_of_generate_one_after_the_other(architecture: str, ki
         engine = Engine(kv, prefill_chunk=chunk)
         for length in (100, *LENGTHS, 40):
             for context in (None, length - 10):
-                made = engine.generate(text(length), max_new_tokens=NEW, context_tokens=context)
-                assert made.tokens[0] == wanted(architecture, kind, length), (length, context)
+                generation = engine.generate(text(length), max_new_tokens=NEW, context_tokens=context)
+                assert generation.tokens[0] == wanted(architecture, kind, length), (length, context)
                 crosses = length <= BORDER < length + NEW - 1
-                assert made.recomputed == (architecture in PHI and crosses)
+                assert generation.recomputed == (architecture in PHI and crosses)
 
 
 @each_model
@@ -87,10 +87,10 @@ def test_transformers_own_loop_gives_the_same(architecture: str, kind: str) -> N
     with attached(model, Full()):
         for length in LENGTHS:
             assert by_loop(model, text(length)) == [wanted(architecture, kind, length)]
-        made = by_loop(model, ids, attention_mask=mask)
-    assert made[:2] == [wanted(architecture, kind, length) for length in below[:2]]
+        padded = by_loop(model, ids, attention_mask=mask)
+    assert padded[:2] == [wanted(architecture, kind, length) for length in below[:2]]
     if architecture not in PHI:
-        assert made == [wanted(architecture, kind, length) for length in below]
+        assert padded == [wanted(architecture, kind, length) for length in below]
 
 
 @pytest.mark.parametrize("name", ["snapkv", "shadowkv", "infllm", "pqcache"])

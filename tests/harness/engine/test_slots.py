@@ -66,9 +66,11 @@ def together(engine: Engine, **how: Any) -> list[Generation]:
 
 
 def assert_the_same(made: Sequence[Generation], wanted: Sequence[Generation]) -> None:
-    assert [len(one.tokens[0]) for one in made] == [8, 3, 8, 8, 8]
-    for one, other in zip(made, wanted, strict=True):
-        assert {name: getattr(one, name) for name in MEASURED} == {name: getattr(other, name) for name in MEASURED}
+    assert [len(generation.tokens[0]) for generation in made] == [8, 3, 8, 8, 8]
+    for generation, other in zip(made, wanted, strict=True):
+        assert {name: getattr(generation, name) for name in MEASURED} == {
+            name: getattr(other, name) for name in MEASURED
+        }
 
 
 SLOTS = ("full", "h2o", "infllm", "pqcache", "quest", "shadowkv")  # of which all tests are quick
@@ -97,10 +99,10 @@ def test_captured_steps_are_the_same(name: str) -> None:
     with attach(small(name), 0.5) as kv, use_backend("torch"):
         wanted = alone(engine_of(kv))
         engine, single = (engine_of(kv, graphs=Tape()) for _ in range(2))
-        made, one = together(engine), single.generate(prompt(60), max_new_tokens=3)
+        slots, first = together(engine), single.generate(prompt(60), max_new_tokens=3)
     assert engine.plain_steps == single.plain_steps
-    assert {slot.capture_s is None for slot in made} == {one.capture_s is None}
-    assert_the_same(made, wanted)
+    assert {slot.capture_s is None for slot in slots} == {first.capture_s is None}
+    assert_the_same(slots, wanted)
 
 
 @pytest.mark.tokens
@@ -108,9 +110,9 @@ def test_captured_steps_are_the_same(name: str) -> None:
 def test_a_question_is_decoded_beside_the_others(name: str) -> None:
     with attach(small(name), 0.5) as kv:
         engine = engine_of(kv)
-        made = together(engine, context_tokens=55)
-        assert_the_same(made, alone(engine, context_tokens=55))
-    assert all(one.question_s for one in made)
+        slots = together(engine, context_tokens=55)
+        assert_the_same(slots, alone(engine, context_tokens=55))
+    assert all(slot.question_s for slot in slots)
 
 
 @pytest.mark.tokens
@@ -125,10 +127,10 @@ def test_every_architecture_steps_in_slots(architecture: str) -> None:
 def test_fidelity_is_each_slot_s_own() -> None:
     with attach(ORACLE, 0.3) as kv:
         engine = engine_of(kv, fidelity=2)
-        made, wanted = together(engine), alone(engine)
-    for one, other in zip(made, wanted, strict=True):
-        assert one.tokens == other.tokens
-        [mine], [theirs] = one.fidelity or [], other.fidelity or []
+        slots, wanted = together(engine), alone(engine)
+    for slot, other in zip(slots, wanted, strict=True):
+        assert slot.tokens == other.tokens
+        [mine], [theirs] = slot.fidelity or [], other.fidelity or []
         assert mine["first_difference"] == theirs["first_difference"]
         for name in ("steps", "recall", "mass", "error", "kl"):
             assert mine[name] == pytest.approx(theirs[name], abs=1e-4)

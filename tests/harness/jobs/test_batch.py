@@ -97,19 +97,19 @@ def test_each_example_gets_what_it_gets_alone(tmp_path: Path, changes: dict[str,
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 def test_no_more_caches_are_held_than_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
     """While a prompt is prefilled, those that have ended are gone."""
-    made, held, plain = list[Any](), list[int](), Engine.cache
+    caches, alive, plain = list[Any](), list[int](), Engine.cache
 
     def counted(engine: Engine, *given: Any) -> Any:
         gc.collect()
-        held.append(sum(cache() is not None for cache in made))
+        alive.append(sum(cache() is not None for cache in caches))
         cache = plain(engine, *given)
-        made.append(ref(cache))
+        caches.append(ref(cache))
         return cache
 
     monkeypatch.setattr(Engine, "cache", counted)
     run(tmp_path, batch=batch)
-    assert len(held) == 6
-    assert max(held) == batch - 1
+    assert len(alive) == 6
+    assert max(alive) == batch - 1
 
 
 @pytest.mark.tokens
@@ -122,8 +122,8 @@ def test_an_error_in_a_batch_loses_and_repeats_nothing(tmp_path: Path) -> None:
     assert kept.count(b"\n") == 2
     again = run(tmp_path / "torn", batch=3)
     assert lines.read_bytes().startswith(kept)
-    assert {name: own(one) for name, one in records(again).items()} == {
-        name: own(one) for name, one in records(whole).items()
+    assert {name: own(record) for name, record in records(again).items()} == {
+        name: own(record) for name, record in records(whole).items()
     }
 
 
@@ -138,9 +138,9 @@ def test_a_run_whose_steps_are_captured_is_another_run_with_the_same_answers(
     monkeypatch.setattr("harness.jobs.runner.CudaGraphs", lambda device: Tape())
     monkeypatch.setattr("harness.jobs.resolve.refuse_graphs", lambda *_: None)
     for batch in (1, 2):
-        made = run(tmp_path, batch=batch, graphs="on")
-        assert made.info["plain_steps"] is None
-        assert made.info["identity_sha256"] != plain.info["identity_sha256"]
-        for name, record in records(made).items():
+        captured = run(tmp_path, batch=batch, graphs="on")
+        assert captured.info["plain_steps"] is None
+        assert captured.info["identity_sha256"] != plain.info["identity_sha256"]
+        for name, record in records(captured).items():
             assert own(record) == own(records(plain)[name])
             assert record.capture_s is not None

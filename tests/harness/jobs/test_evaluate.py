@@ -43,19 +43,19 @@ def without_times(evaluation: StoredRun) -> list[Any]:
 
 
 def test_a_run_holds_everything_a_table_needs(tmp_path: Path) -> None:
-    made = run(tmp_path, budget=0.2, placement="host", save_prompts=True)
-    assert [record.id for record in made.records] == [f"magic_city/400/{d}/0" for d in ("0", "33.3", "66.7", "100")]
-    for record in made.records:
+    finished = run(tmp_path, budget=0.2, placement="host", save_prompts=True)
+    assert [record.id for record in finished.records] == [f"magic_city/400/{d}/0" for d in ("0", "33.3", "66.7", "100")]
+    for record in finished.records:
         assert record.prompt_tokens == len(record.prompt_ids or []) <= 400
         assert record.measured["attended_prompt"] == int(0.2 * record.prompt_tokens)
         assert record.kv["host"] > 0
         assert record.measured["moved_bytes_per_step"]
         assert record.sealed
         assert len(record.token_s) == len(record.tokens)
-    summary = made.summary
+    summary = finished.summary
     assert (summary["status"], summary["method"], summary["placement"]) == ("complete", "pqcache", "host")
     assert (summary["budget"]["asked"], summary["full"] is None) == (0.2, False)
-    names = {path.name for path in made.folder.iterdir()}
+    names = {path.name for path in finished.folder.iterdir()}
     assert names >= {"config.yaml", "run.json", "examples.jsonl", "summary.json"}
 
 
@@ -120,12 +120,12 @@ def test_an_error_in_the_middle_loses_and_repeats_nothing(tmp_path: Path, shared
 def test_what_was_timed_on_this_machine_is_written_down_and_kept(tmp_path: Path) -> None:
     """A run that goes on uses its first session's fit; the numbers as a parameter repeat the run."""
     auto = replace(PQ, iterations="auto")
-    made = run(tmp_path, auto, baseline="off")
-    measured = read_json(made.folder / "run.json")["measured"]
+    finished = run(tmp_path, auto, baseline="off")
+    measured = read_json(finished.folder / "run.json")["measured"]
     assert len(measured["iterations"]) == 7
     other = {"iterations": [0.0, 0.0, 1.0, 0.0, 0.5, 0.0, 0.01]}
-    rewrite(made.folder, measured=other)
-    (made.folder / "examples.jsonl").unlink()
+    rewrite(finished.folder, measured=other)
+    (finished.folder / "examples.jsonl").unlink()
     again = run(tmp_path, auto, baseline="off")
     assert read_json(again.folder / "run.json")["measured"] == other
     repeated = run(tmp_path, replace(PQ, **other), baseline="off")
@@ -193,7 +193,7 @@ def test_methods_started_together_share_one_full(tmp_path: Path) -> None:
     methods = ("streaming", "oracle", "quest")
     arguments = [*MODEL_ARGS, *TASK_ARGS, f"results.root={tmp_path}"]
     started = [Forked(forks.module, "harness", *arguments, f"method={method}", "budget=0.5") for method in methods]
-    assert [(one.wait(), one.err) for one in started if one.wait()] == []
+    assert [(process.wait(), process.err) for process in started if process.wait()] == []
     infos = {info["method"]: info for info in map(read_json, tmp_path.glob("*/run.json"))}
     assert infos.keys() == {"full", *methods}
     assert all(info["status"] == "complete" and "earlier" not in info for info in infos.values())

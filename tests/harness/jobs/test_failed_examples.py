@@ -87,16 +87,16 @@ def test_one_example_that_fails_does_not_end_a_run(
     whole = run(tmp_path / "whole", Streaming(), shared_prefill=shared)
     ids = [record.id for record in whole.records]
     monkeypatch.setattr(Moody, "at", {1: phase})
-    made = run(tmp_path, shared_prefill=shared)
-    assert names(made) == (sorted([ids[0], *ids[2:]]), [ids[1]])
-    assert made.failed[0].error.startswith("ValueError: not today (")  # and the line of the method's own
-    assert [line["id"] for line in lines(made.folder) if "error" in line] == [ids[1]]
-    assert (made.status, made.summary["num_examples"], made.summary["num_failed"]) == ("complete", 3, 1)
-    assert {one.id: one.tokens for one in made.records} == {
+    finished = run(tmp_path, shared_prefill=shared)
+    assert names(finished) == (sorted([ids[0], *ids[2:]]), [ids[1]])
+    assert finished.failed[0].error.startswith("ValueError: not today (")  # and the line of the method's own
+    assert [line["id"] for line in lines(finished.folder) if "error" in line] == [ids[1]]
+    assert (finished.status, finished.summary["num_examples"], finished.summary["num_failed"]) == ("complete", 3, 1)
+    assert {one.id: one.tokens for one in finished.records} == {
         one.id: one.tokens for one in whole.records if one.id != ids[1]
     }
     again = run(tmp_path, shared_prefill=shared)  # in a good mood since
-    assert again.folder == made.folder
+    assert again.folder == finished.folder
     assert names(again) == (sorted(ids), [])
     assert len(Moody.made) == 5
     assert [one.tokens for one in sorted(again.records, key=lambda one: ids.index(one.id))] == [
@@ -107,12 +107,12 @@ def test_one_example_that_fails_does_not_end_a_run(
 def test_pairs_with_full_leave_out_what_failed_on_either_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = [record.id for record in run(tmp_path / "whole", Streaming()).records]
     monkeypatch.setattr(Moody, "at", {1: "decode"})
-    made = run(tmp_path, baseline="run")
-    assert made.full_folder is not None
-    full = load(made.full_folder)
+    finished = run(tmp_path, baseline="run")
+    assert finished.full_folder is not None
+    full = load(finished.full_folder)
     assert len(full.records) == 4
     others = [record.score for record in full.records if record.id != ids[1]]
-    assert made.summary["full"]["mean"] == sum(others) / len(others)
+    assert finished.summary["full"]["mean"] == sum(others) / len(others)
     monkeypatch.setattr(Moody, "at", {})
     reused = evaluate(Streaming(sinks=5), niah(), MODEL, settings(tmp_path, baseline="reuse"))
     assert reused.full_folder == full.folder
@@ -142,10 +142,10 @@ def test_of_a_batch_the_one_that_fails_is_named_and_the_others_run_on(
         return layers
 
     monkeypatch.setattr(Moody, "start", fails)
-    made = evaluate(Moody(), task, MODEL, settings(tmp_path, batch=3))
-    assert {failed.id for failed in made.failed} == middle
+    finished = evaluate(Moody(), task, MODEL, settings(tmp_path, batch=3))
+    assert {failed.id for failed in finished.failed} == middle
     assert len(middle) == 2
-    assert {record.id: record.tokens for record in made.records} == {
+    assert {record.id: record.tokens for record in finished.records} == {
         record.id: record.tokens for record in whole.records if record.id not in middle
     }
 
@@ -188,8 +188,8 @@ def test_however_many_fail_in_a_row_the_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shared: bool
 ) -> None:
     monkeypatch.setattr(Moody, "at", dict.fromkeys(range(1, 6), "decode"))
-    made = evaluate(Moody(), niah(depths=7), MODEL, settings(tmp_path, shared_prefill=shared))
-    assert (made.status, len(made.records), len(made.failed)) == ("complete", 2, 5)
+    finished = evaluate(Moody(), niah(depths=7), MODEL, settings(tmp_path, shared_prefill=shared))
+    assert (finished.status, len(finished.records), len(finished.failed)) == ("complete", 2, 5)
     assert "complete with 5 failed; the same command tries them again" in capsys.readouterr().err
 
 
@@ -202,17 +202,17 @@ def test_of_several_questions_on_a_context_one_may_fail(
     whole = evaluate(Streaming(), Balances(), MODEL, settings(tmp_path / "whole", **changes))
     really, wrong = ContextSession.ended, "1/2"
 
-    def ended(self: ContextSession, made: Generation) -> None:
+    def ended(self: ContextSession, finished: Generation) -> None:
         if self.asked.example.id == wrong:
             raise ValueError("not today")
-        really(self, made)
+        really(self, finished)
 
     with monkeypatch.context() as patch:
         patch.setattr(ContextSession, "ended", ended)
-        made = evaluate(Streaming(), Balances(), MODEL, settings(tmp_path, **changes))
+        finished = evaluate(Streaming(), Balances(), MODEL, settings(tmp_path, **changes))
     expected = {record.id: record.tokens for record in whole.records}
-    assert [failed.id for failed in made.failed] == [wrong]
-    assert {record.id: record.tokens for record in made.records} | {wrong: expected[wrong]} == expected
+    assert [failed.id for failed in finished.failed] == [wrong]
+    assert {record.id: record.tokens for record in finished.records} | {wrong: expected[wrong]} == expected
     again = evaluate(Streaming(), Balances(), MODEL, settings(tmp_path, **changes))
     assert {record.id: record.tokens for record in again.records} == expected
 
@@ -230,9 +230,9 @@ class Picky(Niah):
 
 
 def test_an_answer_that_cannot_be_scored_fails_its_example(tmp_path: Path) -> None:
-    made = evaluate(Streaming(), Picky(**vars(niah())), MODEL, settings(tmp_path))
-    assert [failed.error.partition(":")[0] for failed in made.failed] == ["RecordError", "KeyError"]
-    assert (made.status, len(made.records)) == ("complete", 2)
+    finished = evaluate(Streaming(), Picky(**vars(niah())), MODEL, settings(tmp_path))
+    assert [failed.error.partition(":")[0] for failed in finished.failed] == ["RecordError", "KeyError"]
+    assert (finished.status, len(finished.records)) == ("complete", 2)
 
 
 # memory and the device
@@ -245,9 +245,9 @@ def test_an_example_for_which_memory_does_not_suffice_fails_alone(
 ) -> None:
     monkeypatch.setattr(Moody, "at", {1: "decode"})
     monkeypatch.setattr(Moody, "error", error)
-    made = run(tmp_path, shared_prefill=shared)
-    assert (made.status, len(made.records), len(made.failed)) == ("complete", 3, 1)
-    assert "Out of memory" in made.failed[0].error
+    finished = run(tmp_path, shared_prefill=shared)
+    assert (finished.status, len(finished.records), len(finished.failed)) == ("complete", 3, 1)
+    assert "Out of memory" in finished.failed[0].error
 
 
 @pytest.mark.parametrize(("phase", "shared"), [("start", False), ("seal", False), ("decode", False), ("seal", True)])
@@ -278,10 +278,12 @@ def test_sequences_that_do_not_fit_together_run_one_by_one(
         return layers
 
     monkeypatch.setattr(Moody, "start", start)
-    made = evaluate(Moody(), task, MODEL, settings(tmp_path, batch=3, shared_prefill=shared))
+    finished = evaluate(Moody(), task, MODEL, settings(tmp_path, batch=3, shared_prefill=shared))
     assert ran_out
-    assert not made.failed
-    assert {one.id: one.tokens for one in made.records} == {one.id: one.tokens for one in whole.records}
+    assert not finished.failed
+    assert {record.id: record.tokens for record in finished.records} == {
+        record.id: record.tokens for record in whole.records
+    }
 
 
 def test_memory_that_ends_while_weights_load_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,14 +344,19 @@ def test_a_conversation_that_fails_in_a_later_turn_leaves_the_others_alone(
     for history in ("recompute", "device_prefix"):
         root = tmp_path / history
         whole = {
-            one.id: one for one in evaluate(Streaming(), Retold(), MODEL, settings(root / "w", history=history)).records
+            record.id: record
+            for record in evaluate(Streaming(), Retold(), MODEL, settings(root / "w", history=history)).records
         }
         monkeypatch.setattr(ContextSession, "_turn", failing_once(ContextSession._turn))
-        made = evaluate(Streaming(), Retold(), MODEL, settings(root, history=history))
-        assert (len(made.records), len(made.failed)) == (len(whole) - 1, 1)
-        assert {one.id: one.tokens for one in made.records} == {one.id: whole[one.id].tokens for one in made.records}
+        finished = evaluate(Streaming(), Retold(), MODEL, settings(root, history=history))
+        assert (len(finished.records), len(finished.failed)) == (len(whole) - 1, 1)
+        assert {record.id: record.tokens for record in finished.records} == {
+            record.id: whole[record.id].tokens for record in finished.records
+        }
         again = evaluate(Streaming(), Retold(), MODEL, settings(root, history=history))
-        assert {one.id: one.tokens for one in again.records} == {name: one.tokens for name, one in whole.items()}
+        assert {record.id: record.tokens for record in again.records} == {
+            name: record.tokens for name, record in whole.items()
+        }
 
 
 def failing_once(really: Any) -> Any:

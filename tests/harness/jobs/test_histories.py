@@ -92,8 +92,8 @@ def test_what_was_evicted_stays_evicted(tmp_path: Path) -> None:
 def test_a_turn_says_what_it_found_and_what_it_computed(
     tmp_path: Path, changes: dict[str, Any], tiers: list[str | None]
 ) -> None:
-    made = talked(tmp_path, Full(), **changes)
-    for record in made.records:
+    finished = talked(tmp_path, Full(), **changes)
+    for record in finished.records:
         turns = record.turns or []
         assert [turn.hit_tier for turn in turns] == tiers
         for turn, tier in zip(turns, tiers, strict=True):
@@ -106,9 +106,9 @@ def test_a_turn_says_what_it_found_and_what_it_computed(
             assert turn.ttft_s > (turn.load_s or 0)
             assert (turn.hidden_s is None) == (turn is turns[0])
         assert record.new_tokens == sum(turn.new_tokens or 0 for turn in turns)
-    told = made.summary["turns"]["3"]
-    assert told["hits"] == ({tiers[2]: 2} if tiers[2] else {})
-    assert told["load_s"] > 0
+    third = finished.summary["turns"]["3"]
+    assert third["hits"] == ({tiers[2]: 2} if tiers[2] else {})
+    assert third["load_s"] > 0
 
 
 def test_a_table_says_where_histories_were_found(tmp_path: Path) -> None:
@@ -133,20 +133,20 @@ def test_turns_that_a_full_disk_has_changed_are_counted_stamped_and_told(
 ) -> None:
     full_disk(monkeypatch, after=2)
     monkeypatch.setattr(opening, "IO_THREADS", 0)
-    made = talked(tmp_path, method, history="store", store=DISK, budget=0.5)
-    counts = [[turn.lost_turns for turn in record.turns or []] for record in made.records]
-    [table] = comparisons([load(made.folder)])
+    finished = talked(tmp_path, method, history="store", store=DISK, budget=0.5)
+    counts = [[turn.lost_turns for turn in record.turns or []] for record in finished.records]
+    [table] = comparisons([load(finished.folder)])
     [entry] = table.entries
     text = " ".join(as_text([table]).split())  # lines are wrapped anywhere
     if isinstance(method, Full):
         assert counts == [[None, 0, 0, 0]] * 2
-        assert made.summary["lost_turns"] == 0
+        assert finished.summary["lost_turns"] == 0
         assert "X" not in stamps(entry, table)
         assert "histories were lost" not in text
         return
     lost = sum(filter(None, counts[0] + counts[1]))
-    assert made.summary["lost_turns"] == lost == sum(record.lost_turns or 0 for record in made.records) > 0
-    assert {turn.lost_to for record in made.records for turn in record.turns or [] if turn.lost_turns} == {
+    assert finished.summary["lost_turns"] == lost == sum(record.lost_turns or 0 for record in finished.records) > 0
+    assert {turn.lost_to for record in finished.records for turn in record.turns or [] if turn.lost_turns} == {
         "the disk is full"
     }
     assert "X" in stamps(entry, table)

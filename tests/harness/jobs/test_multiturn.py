@@ -34,10 +34,10 @@ def run(root: Path, task: Task, method: Method, **changes: Any) -> StoredRun:
 
 def test_forced_replies_have_the_likelihood_of_the_whole_text(tmp_path: Path) -> None:
     task = Multiturn(**SHORT, replies="forced")
-    made = run(tmp_path, task, Full())
+    finished = run(tmp_path, task, Full())
     model = load(MODEL, "fp32", "cpu").model
-    for record, item in zip(made.records, prepare(task, MODEL, Settings()), strict=True):
-        ids = [one for turn in item.turns for one in (*turn.prompt.ids, *turn.forced)]
+    for record, item in zip(finished.records, prepare(task, MODEL, Settings()), strict=True):
+        ids = [token for turn in item.turns for token in (*turn.prompt.ids, *turn.forced)]
         with torch.inference_mode():
             costs = -model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
         end = 0
@@ -46,18 +46,18 @@ def test_forced_replies_have_the_likelihood_of_the_whole_text(tmp_path: Path) ->
             wanted = costs[range(start - 1, end - 1), ids[start:end]].mean().item()
             assert turn.details["nll"] == pytest.approx(wanted, abs=1e-4)
             assert turn.stop == "forced"
-    assert made.summary["score"]["averages"]["perplexity"] > 1
+    assert finished.summary["score"]["averages"]["perplexity"] > 1
 
 
 @pytest.mark.parametrize("replies", ["own", "given"])
 def test_a_table_shows_the_score_by_turn_and_by_turns_ago(tmp_path: Path, replies: str) -> None:
-    made = run(tmp_path, Multiturn(**SHORT, replies=replies, about="first", max_new_tokens=4), PQ)
-    assert {name: row["n"] for name, row in made.summary["turns"].items()} == {"1": 2, "2": 2, "3": 2}
-    assert {name: row["n"] for name, row in made.summary["turns_ago"].items()} == {"0": 2, "1": 2, "2": 2}
-    said = json.loads((made.folder / "run.json").read_text())["task_info"]
-    assert said["metric"] == "needle found"
-    assert said["statistics"]["turns"] == 6
-    [table] = comparisons([load_run(made.folder)])
+    finished = run(tmp_path, Multiturn(**SHORT, replies=replies, about="first", max_new_tokens=4), PQ)
+    assert {name: row["n"] for name, row in finished.summary["turns"].items()} == {"1": 2, "2": 2, "3": 2}
+    assert {name: row["n"] for name, row in finished.summary["turns_ago"].items()} == {"0": 2, "1": 2, "2": 2}
+    info = json.loads((finished.folder / "run.json").read_text())["task_info"]
+    assert info["metric"] == "needle found"
+    assert info["statistics"]["turns"] == 6
+    [table] = comparisons([load_run(finished.folder)])
     heads = [[column.head for column in columns(table)[2:]] for columns in (turn_scores, ago_scores)]
     assert heads == [["turn 1", "turn 2", "turn 3"], ["0", "1", "2"]]
 
@@ -73,13 +73,13 @@ def test_scbench_runs_in_both_modes(tmp_path: Path, changes: dict[str, Any]) -> 
     lines = [row, {**row, "context": row["context"] * 2}]
     (tmp_path / "scbench" / "scbench_kv.jsonl").write_text("\n".join(map(json.dumps, lines)))
     task = SCBench(tasks="scbench_kv", **changes.pop("task"))
-    made = run(tmp_path / "runs", task, Full(), data=Data(str(tmp_path)), **changes)
-    assert made.summary["prefills"] == 2
+    finished = run(tmp_path / "runs", task, Full(), data=Data(str(tmp_path)), **changes)
+    assert finished.summary["prefills"] == 2
     if task.mode == "multi_turn":
-        assert [len(record.turns or ()) for record in made.records] == [2, 2]
+        assert [len(record.turns or ()) for record in finished.records] == [2, 2]
     else:
-        assert [record.prefilled_by for record in made.records] == [None, "scbench_kv/0/0", None, "scbench_kv/1/0"]
-        assert {record.unit for record in made.records} == {"scbench_kv/0", "scbench_kv/1"}
+        assert [record.prefilled_by for record in finished.records] == [None, "scbench_kv/0/0", None, "scbench_kv/1/0"]
+        assert {record.unit for record in finished.records} == {"scbench_kv/0", "scbench_kv/1"}
 
 
 @pytest.mark.tokens
@@ -87,7 +87,7 @@ def test_given_replies_are_the_same_with_a_store(tmp_path: Path) -> None:
     """What is put back behind an answer is what the store keeps."""
     task = Multiturn(**SHORT, replies="given", max_new_tokens=4)
     runs = [run(tmp_path, task, Full(), history=history) for history in ("device_prefix", "store", "recompute")]
-    tokens = [[[turn.tokens for turn in record.turns or ()] for record in made.records] for made in runs]
+    tokens = [[[turn.tokens for turn in record.turns or ()] for record in finished.records] for finished in runs]
     assert tokens[0] == tokens[1] == tokens[2]
     assert [len(turns) for turns in tokens[1]] == [3, 3]
     assert all(turn.reused_tokens for record in runs[1].records for turn in (record.turns or ())[1:])

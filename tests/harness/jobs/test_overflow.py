@@ -47,9 +47,11 @@ def test_a_stored_history_is_cut_as_one_on_the_device(
     stayed = talked(tmp_path, sinks=sinks)
     for changes in ({"store": DISK, "batch": 2}, {"store": StoreSettings()}):
         monkeypatch.setattr(opening, "BLOCK_TOKENS", 64 if changes["store"] == StoreSettings() else 256)
-        made = talked(tmp_path, sinks=sinks, history="store", **changes)
-        assert said(made) == said(stayed)
-        assert [one.dropped_tokens for one in turns(made)[0]] == [one.dropped_tokens for one in turns(stayed)[0]]
+        stored = talked(tmp_path, sinks=sinks, history="store", **changes)
+        assert said(stored) == said(stayed)
+        assert [reply.dropped_tokens for reply in turns(stored)[0]] == [
+            reply.dropped_tokens for reply in turns(stayed)[0]
+        ]
 
 
 @pytest.mark.tokens
@@ -107,8 +109,8 @@ def test_a_task_about_overflow_needs_a_window(tmp_path: Path) -> None:
     task = NeedlesBehindOverflow(window=600, facts=100, questions=2, conversations=1, haystack="pydoc")
     with pytest.raises(SettingsError, match=r"set overflow\.window=600"):
         run(tmp_path, Full(), task)
-    made = run(tmp_path, Full(), task, protocol="prompt", overflow=OverflowSettings(window=600))
-    assert turns(made)[0][1].dropped_tokens
+    finished = run(tmp_path, Full(), task, protocol="prompt", overflow=OverflowSettings(window=600))
+    assert turns(finished)[0][1].dropped_tokens
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,9 @@ def test_ten_questions_on_one_context_are_ten_separate_runs(name: str, placement
         pytest.skip("keeps nothing on the host")
     with attach(method, 0.4, placement=placement) as kv:
         engine = Engine(kv)
-        assert [seen(made) for made in together(engine)] == [seen(made) for made in apart(engine)]
+        assert [seen(generation) for generation in together(engine)] == [
+            seen(generation) for generation in apart(engine)
+        ]
 
 
 @pytest.mark.tokens
@@ -79,7 +81,9 @@ def test_ten_questions_on_one_context_are_ten_separate_runs(name: str, placement
 def test_windows_of_the_models_own_go_back_as_well(name: str, architecture: str) -> None:
     with attach(small(name), 0.4, architecture) as kv:
         engine = Engine(kv)
-        assert [seen(made) for made in together(engine)] == [seen(made) for made in apart(engine)]
+        assert [seen(generation) for generation in together(engine)] == [
+            seen(generation) for generation in apart(engine)
+        ]
 
 
 STATEFUL: dict[str, dict[str, Any]] = {  # methods whose steps leave more behind than tokens, and what makes them
@@ -100,7 +104,9 @@ def test_what_steps_leave_behind_is_taken_back(name: str, reuse_steps: int) -> N
     with attach(method, 0.4, placement="host" if method.offloads else "device") as kv:
         kv.reuse_steps = reuse_steps if name != "infinigen" else 0
         engine = Engine(kv)
-        assert [seen(made) for made in together(engine)] == [seen(made) for made in apart(engine)]
+        assert [seen(generation) for generation in together(engine)] == [
+            seen(generation) for generation in apart(engine)
+        ]
 
 
 @pytest.mark.tokens
@@ -108,9 +114,9 @@ def test_what_steps_leave_behind_is_taken_back(name: str, reuse_steps: int) -> N
 def test_steps_are_captured_anew_for_each_question(name: str) -> None:
     with attach(small(name), 0.4) as kv, use_backend("torch"):
         plain, captured = Engine(kv), Engine(kv, graphs=Tape())
-        made = together(captured)
-        assert [one.tokens for one in made] == [one.tokens for one in apart(plain)]
-        assert all(one.capture_s for one in made)
+        generations = together(captured)
+        assert [generation.tokens for generation in generations] == [generation.tokens for generation in apart(plain)]
+        assert all(generation.capture_s for generation in generations)
 
 
 # whole runs
@@ -191,11 +197,11 @@ def test_a_run_of_shared_questions_is_the_run_of_separate_ones(
     separate = run(tmp_path)
     apart = {record.id: record for record in separate.records}
     prefills = counted(monkeypatch)
-    made = run(tmp_path, questions="shared", **how)
+    shared = run(tmp_path, questions="shared", **how)
     assert len(prefills) == 2
-    assert made.folder != separate.folder
-    assert {record.id for record in made.records} == apart.keys()
-    for record in made.records:
+    assert shared.folder != separate.folder
+    assert {record.id for record in shared.records} == apart.keys()
+    for record in shared.records:
         own = apart[record.id]
         for name in (
             "output",
@@ -260,10 +266,10 @@ def test_where_no_context_has_two_questions_the_run_is_the_plain_one(
 @pytest.mark.parametrize("protocol", ["prompt", "context"])
 def test_a_conversation_keeps_the_models_own_answers(tmp_path: Path, protocol: str) -> None:
     """What a turn is fed, as one prompt, gives its answer where everything is read."""
-    made = run(tmp_path, Full(), Balances(talks=True), protocol=protocol)
-    assert len(made.records) == 2
+    finished = run(tmp_path, Full(), Balances(talks=True), protocol=protocol)
+    assert len(finished.records) == 2
     loaded = load(MODEL, "fp32", "cpu")
-    for record, item in zip(made.records, prepare(Balances(talks=True), MODEL, Settings()), strict=True):
+    for record, item in zip(finished.records, prepare(Balances(talks=True), MODEL, Settings()), strict=True):
         assert record.turns is not None
         fed: list[int] = []
         for turn, asked in zip(record.turns, item.turns, strict=True):
@@ -281,7 +287,7 @@ def test_a_conversation_keeps_the_models_own_answers(tmp_path: Path, protocol: s
 def test_a_conversation_beside_another_is_as_alone(tmp_path: Path, protocol: str) -> None:
     task = Balances(talks=True)
     alone, together = (run(tmp_path, PQ, task, protocol=protocol, batch=batch) for batch in (1, 2))
-    tokens = [{record.id: record.tokens for record in made.records} for made in (alone, together)]
+    tokens = [{record.id: record.tokens for record in finished.records} for finished in (alone, together)]
     assert tokens[0] == tokens[1]
 
 
@@ -296,18 +302,18 @@ class Given(Balances):
     new: int = 4
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
-        for one in super().examples(env):
-            turns = [replace(turn, reply=reply) for turn, reply in zip(one.further, REPLIES, strict=True)]
-            yield replace(one, further=tuple(turns), max_new_tokens=self.new)
+        for given in super().examples(env):
+            turns = [replace(turn, reply=reply) for turn, reply in zip(given.further, REPLIES, strict=True)]
+            yield replace(given, further=tuple(turns), max_new_tokens=self.new)
 
 
 @pytest.mark.tokens
 @pytest.mark.parametrize("protocol", ["prompt", "context"])
 def test_a_given_reply_takes_the_place_of_the_models_answer(tmp_path: Path, protocol: str) -> None:
     """What was said in the record, and what the next turn read: the reply, as one prompt with all before it."""
-    made = run(tmp_path, Full(), Given(), protocol=protocol)
+    finished = run(tmp_path, Full(), Given(), protocol=protocol)
     loaded = load(MODEL, "fp32", "cpu")
-    for record, item in zip(made.records, prepare(Given(), MODEL, Settings()), strict=True):
+    for record, item in zip(finished.records, prepare(Given(), MODEL, Settings()), strict=True):
         fed: list[int] = []
         for turn, asked, reply in zip(record.turns or (), item.turns, ("", *REPLIES), strict=True):
             assert asked.prompt.text.startswith(reply)
@@ -325,7 +331,7 @@ def test_an_answer_that_is_replaced_leaves_no_trace(tmp_path: Path, method: Meth
     """Two tokens alone, or nine beside another: what follows is the same."""
     how = {"protocol": protocol, "generation": GenerationSettings(force_length=True)}
     runs = [run(tmp_path, method, Given(new=new), **how, batch=batch) for new, batch in ((2, 1), (9, 2))]
-    for short, long in zip(*(sorted(made.records, key=lambda record: record.id) for made in runs), strict=True):
+    for short, long in zip(*(sorted(finished.records, key=lambda record: record.id) for finished in runs), strict=True):
         for mine, their in zip(short.turns or (), long.turns or (), strict=True):
             assert (len(mine.tokens), len(their.tokens)) == (2, 9)
             assert mine.tokens == their.tokens[:2]

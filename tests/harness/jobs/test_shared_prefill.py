@@ -61,15 +61,15 @@ def test_a_method_with_a_prefill_of_its_own_runs_beside(tmp_path: Path) -> None:
     shared = settings(tmp_path, shared_prefill=True, budget=0.6)
     infllm = InfLLM(n_init=4, block=16, repr_topk=2, exc_block=32)
     sweep = evaluate_together([Job.plan(method, task, MODEL, shared) for method in (infllm, PQ)])
-    made = {one.summary["method"]: one for one in sweep}
-    assert made["full"].summary["simulated"]
-    assert made["pqcache"].summary["simulated"]
-    assert not made["infllm"].summary["simulated"]
-    assert made["infllm"].summary["ttft_s"]["p50"] > 0
-    assert made["infllm"].full_folder == made["full"].folder
-    assert made["infllm"].summary["full"]["mean"] == made["full"].summary["score"]["mean"]
+    by_method = {finished.summary["method"]: finished for finished in sweep}
+    assert by_method["full"].summary["simulated"]
+    assert by_method["pqcache"].summary["simulated"]
+    assert not by_method["infllm"].summary["simulated"]
+    assert by_method["infllm"].summary["ttft_s"]["p50"] > 0
+    assert by_method["infllm"].full_folder == by_method["full"].folder
+    assert by_method["infllm"].summary["full"]["mean"] == by_method["full"].summary["score"]["mean"]
     alone = evaluate(infllm, task, MODEL, settings(tmp_path, budget=0.6, baseline="off"))
-    assert (alone.folder, alone.records) == (made["infllm"].folder, made["infllm"].records)
+    assert (alone.folder, alone.records) == (by_method["infllm"].folder, by_method["infllm"].records)
 
 
 # the same in both modes:
@@ -99,6 +99,6 @@ def test_a_run_holds_its_lock_until_it_ends(tmp_path: Path, monkeypatch: pytest.
         return real(self, *arguments)
 
     monkeypatch.setattr(Runner, "record", watched)
-    made = evaluate(PQ, niah(depths=2), MODEL, settings(tmp_path, shared_prefill=shared, baseline="off"))
+    finished = evaluate(PQ, niah(depths=2), MODEL, settings(tmp_path, shared_prefill=shared, baseline="off"))
     assert locked == [True, True]
-    assert not is_locked(made.folder)
+    assert not is_locked(finished.folder)

@@ -86,14 +86,16 @@ def test_batch_chunks_and_protocol_change_no_answer(tmp_path: Path, kind: str, p
         {"shared_prefill": True, "batch": 3},
     ]  # fmt: skip
     for number, way in enumerate(ways):
-        made = run(tmp_path / str(number), model, Balances(), **way)
-        assert answers(made.records) == answers(alone.records), way
-        assert counts(made.records) == counts(alone.records), way
+        finished = run(tmp_path / str(number), model, Balances(), **way)
+        assert answers(finished.records) == answers(alone.records), way
+        assert counts(finished.records) == counts(alone.records), way
     counted = sum(record.recomputed for record in alone.records)
     assert bool(counted) == phi
     assert alone.summary["recomputed"] == counted
-    said = [warning for warning in alone.summary["warnings"] if "computed anew because their text outgrew" in warning]
-    assert said == (
+    warnings = [
+        warning for warning in alone.summary["warnings"] if "computed anew because their text outgrew" in warning
+    ]
+    assert warnings == (
         [
             f"{counted} of 8 examples were computed anew because their text outgrew a length from which the "
             "model rotates all of it otherwise"
@@ -106,13 +108,13 @@ def test_batch_chunks_and_protocol_change_no_answer(tmp_path: Path, kind: str, p
 @pytest.mark.parametrize(("kind", "phi"), [(LONGROPE, False), (LONGROPE, True), (DYNAMIC, False)])
 def test_conversations_are_the_same_wherever_histories_are(tmp_path: Path, kind: str, phi: bool) -> None:
     model = ByLength(kind=kind, phi=phi, border=max(prompts(Balances())) + 40)
-    made = {
+    by_history = {
         history: run(tmp_path / history, model, Balances(talks=True), history=history)
         for history in ("recompute", "device_prefix", "store")
     }
-    wanted = answers(made["recompute"].records)
+    wanted = answers(by_history["recompute"].records)
     for history in ("device_prefix", "store"):
-        records = made[history].records
+        records = by_history[history].records
         assert answers(records) == wanted, history
         assert all(record.recomputed for record in records)
         assert all(any(turn.reused_tokens for turn in record.replies) for record in records)

@@ -114,17 +114,19 @@ def test_off_ends_the_thought_in_the_prompt(kind: str, models: dict[str, Hugging
 def test_a_thought_that_does_not_end_has_no_answer(
     kind: str, models: dict[str, HuggingFace], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = run(tmp_path, models[kind], thinking="4")
-    for record in made.records:
+    finished = run(tmp_path, models[kind], thinking="4")
+    for record in finished.records:
         assert (record.output, record.stop, record.score) == ("", "thought", 0.0)  # the task itself would give it 1
         assert record.thought_tokens == len(record.tokens) == 4
-    [warning] = [text for text in made.summary["warnings"] if "thought" in text]
+    [warning] = [text for text in finished.summary["warnings"] if "thought" in text]
     assert warning.startswith("3 of 3 examples did not end their thought")
-    assert "Caution: full: 3 of 3 thoughts did not end, so there is no answer." in all_lines(*comparisons([made]))
-    assert any("thoughts (full): before 3 of 3 answers, of 4 tokens" in note for note in notes(*comparisons([made])))
-    show.main([str(made.folder)])
+    assert "Caution: full: 3 of 3 thoughts did not end, so there is no answer." in all_lines(*comparisons([finished]))
+    assert any(
+        "thoughts (full): before 3 of 3 answers, of 4 tokens" in note for note in notes(*comparisons([finished]))
+    )
+    show.main([str(finished.folder)])
     assert "4 tokens, 4 of them a thought that did not end, so there is no answer" in capsys.readouterr().out
-    rescore.main([str(made.folder)])
+    rescore.main([str(finished.folder)])
     assert "0 of 3 scores differ" in capsys.readouterr().out
     ends = scripted(tmp_path / "ends", kind, [[*SAYS[kind][0][: SAYS[kind][0].index(" we")], END]])
     for record in run(tmp_path, ends, thinking="on").records:
@@ -141,12 +143,12 @@ def test_a_model_may_answer_without_a_thought(tmp_path: Path) -> None:
 def test_tokens_are_those_of_generate(models: dict[str, HuggingFace], tmp_path: Path) -> None:
     for kind in KINDS:
         longer = GenerationSettings(max_new_tokens=99)
-        made = run(tmp_path, models[kind], Key(stop=()), thinking="on", generation=longer)
+        finished = run(tmp_path, models[kind], Key(stop=()), thinking="on", generation=longer)
         item = Job.plan(Full(), Key(stop=()), models[kind], Settings(device="cpu", thinking="on")).items[0]
         loaded = models[kind].load("fp32", "cpu")
         ids = torch.tensor([item.prompt.ids])
         [wanted] = loaded.model.generate(ids, max_new_tokens=99, eos_token_id=loaded.tokenizer.eos_token_id)
-        assert made.records[0].tokens == wanted[ids.shape[1] :].tolist()
+        assert finished.records[0].tokens == wanted[ids.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)

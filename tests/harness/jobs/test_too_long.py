@@ -201,8 +201,8 @@ def test_questions_with_one_cut_context_share_its_prefill(tmp_path: Path, model:
             protocol="context", questions=questions, too_long="middle", warmup=0, baseline="off",
             results=Results(root=str(tmp_path / questions)),
         )  # fmt: skip
-        made = evaluate(Streaming(), Library(), model, wanted)
-        return {record.id: (record.tokens, record.prefilled_by is None) for record in made.records}
+        finished = evaluate(Streaming(), Library(), model, wanted)
+        return {record.id: (record.tokens, record.prefilled_by is None) for record in finished.records}
 
     separate, shared = run("separate"), run("shared")
     assert {name: tokens for name, (tokens, _) in shared.items()} == {n: tokens for n, (tokens, _) in separate.items()}
@@ -227,13 +227,16 @@ def test_a_prompt_that_the_template_refuses_fails_alone(
     asked = refusing(model, "Nr 1")
     monkeypatch.setattr(HuggingFace, "tokenizer", lambda self: asked)
     task, wanted = Library(words=20, ask="Nr {}"), Settings(results=Results(root=str(tmp_path)))
-    made = evaluate(Streaming(), task, model, wanted)
-    assert ([record.id for record in made.records], [failed.id for failed in made.failed]) == (["0", "2"], ["1"])
-    assert made.failed[0].error.startswith("PromptError: The chat template refuses this prompt (not this)")
-    assert (made.status, made.info["num_expected"], made.summary["num_failed"]) == ("complete", 3, 1)
+    finished = evaluate(Streaming(), task, model, wanted)
+    assert ([record.id for record in finished.records], [failed.id for failed in finished.failed]) == (
+        ["0", "2"],
+        ["1"],
+    )
+    assert finished.failed[0].error.startswith("PromptError: The chat template refuses this prompt (not this)")
+    assert (finished.status, finished.info["num_expected"], finished.summary["num_failed"]) == ("complete", 3, 1)
     assert "complete with 1 failed" in capsys.readouterr().err
     again = evaluate(Streaming(), task, model, wanted)
-    assert again.folder == made.folder
+    assert again.folder == finished.folder
     assert len(again.failed) == 1
     everywhere = refusing(model, "Which")
     with pytest.raises(PromptError, match="not this"):

@@ -158,17 +158,17 @@ def test_infinigen_steps_alike_alone_and_in_a_batch_of_such_layers() -> None:
 @pytest.mark.tokens
 @pytest.mark.parametrize("name", ["full", "infinigen", *MOVES])
 def test_blocks_and_captured_steps_leave_layers_as_they_are_that_do_not_rotate(name: str) -> None:
-    made = []
+    answered = []
     with attached(still(), method_of(name), budget=0.4, calibration=prompt(64)) as kv, use_backend("torch"):
         for graphs in (None, None, Tape()):
             engine = Engine(kv, graphs=graphs)
             assert engine.plain_reason is None
-            engine.forward = engine.forward if made else None  # first by the model's own modules
+            engine.forward = engine.forward if answered else None  # first by the model's own modules
             out = engine.generate(prompts()[0], max_new_tokens=families.NEW)
-            made.append([out.tokens[0], *families.batch_of(engine, prompts())])
+            answered.append([out.tokens[0], *families.batch_of(engine, prompts())])
     assert out.capture_s is not None
-    assert made[0] == made[1] == made[2]
-    assert made[0][0] == made[0][1]
+    assert answered[0] == answered[1] == answered[2]
+    assert answered[0][0] == answered[0][1]
 
 
 # mixtures of experts
@@ -219,8 +219,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_text_part_is_described_as_what_runs(folder: Path) -> None:
-    found, plain = edited(folder), source("gemma3_text").describe()
-    info, loaded = found.describe(), found.load("fp32", "cpu")
+    changed, plain = edited(folder), source("gemma3_text").describe()
+    info, loaded = changed.describe(), changed.load("fp32", "cpu")
     assert info.architecture == type(loaded.model).__name__ == "Gemma3ForCausalLM"
     assert info.num_parameters == sum(x.numel() for x in loaded.model.parameters())
     assert (info.window, info.layer_windows, info.dtype) == (4096, plain.layer_windows, "fp32")

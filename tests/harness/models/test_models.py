@@ -347,19 +347,19 @@ def test_weights_that_are_stored_in_another_way_are_read(
 @pytest.mark.parametrize(
     ("file", "damage"),
     [
-        ("config.json", lambda held: held.replace(b'"num_hidden_layers": 3', b'"num_hidden_layers": "3"')),
-        ("config.json", lambda held: held[:-9]),
-        ("tokenizer.json", lambda held: held[: len(held) // 2]),
-        ("model.safetensors", lambda held: held[: len(held) // 2]),
+        ("config.json", lambda content: content.replace(b'"num_hidden_layers": 3', b'"num_hidden_layers": "3"')),
+        ("config.json", lambda content: content[:-9]),
+        ("tokenizer.json", lambda content: content[: len(content) // 2]),
+        ("model.safetensors", lambda content: content[: len(content) // 2]),
     ],
 )
 def test_files_that_are_damaged_are_named(
     file: str, damage: Callable[[bytes], bytes], saved: Callable[[str], Path]
 ) -> None:
     folder = saved("llama")
-    held = (folder / file).read_bytes()
-    assert damage(held) != held
-    (folder / file).write_bytes(damage(held))
+    content = (folder / file).read_bytes()
+    assert damage(content) != content
+    (folder / file).write_bytes(damage(content))
     with pytest.raises(ValueError, match=str(folder)):
         (local(folder).describe(), local(folder).load("fp32", "cpu"))
 
@@ -482,9 +482,11 @@ def test_the_embedded_model_speaks_english(dtype: str) -> None:
     turns = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
     options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
     given = loaded.tokenizer.apply_chat_template(turns, **options)
-    made = loaded.model.generate(**given, max_new_tokens=20, do_sample=False)[0, given["input_ids"].shape[1] :].tolist()
-    assert "is Paris" in loaded.tokenizer.decode(made, skip_special_tokens=True)
-    assert made[-1] in loaded.eos_ids
+    tokens = loaded.model.generate(**given, max_new_tokens=20, do_sample=False)[
+        0, given["input_ids"].shape[1] :
+    ].tolist()
+    assert "is Paris" in loaded.tokenizer.decode(tokens, skip_special_tokens=True)
+    assert tokens[-1] in loaded.eos_ids
     assert (loaded.window, loaded.weights) == (8192, "embedded")
 
 

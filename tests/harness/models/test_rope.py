@@ -92,8 +92,8 @@ def test_what_the_rotation_has_besides_stays(architecture: str, saved: Saved) ->
     ours = source.load("fp32", "cpu").model
     assert torch.equal(ours(ids).logits, theirs(folder, merged)(ids).logits)
     with attached(ours, Full()) as kv:
-        made = Engine(kv).generate(ids, max_new_tokens=16).tokens
-    assert made == generated(ours, ids)
+        tokens = Engine(kv).generate(ids, max_new_tokens=16).tokens
+    assert tokens == generated(ours, ids)
 
 
 @each_rope

