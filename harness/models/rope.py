@@ -58,7 +58,7 @@ def checked(rope: Mapping[str, Any] | None) -> Rope | None:
     rotations, or the keys of this one, if it is none of them."""
     if rope is None:
         return None
-    rope = Rope(deepcopy(dict(rope)))
+    rope = Rope({key: deepcopy(value) for key, value in rope.items() if value is not None})
     kind, given = rope.get("rope_type"), {key: value for key, value in rope.items() if key != "rope_type"}
     if not isinstance(kind, str) or kind not in KEYS:
         raise ModelError(
@@ -71,6 +71,8 @@ def checked(rope: Mapping[str, Any] | None) -> Rope | None:
         wrong = f"has factor={given['factor']}, which should be at least 1"
     if not wrong and given.get("low_freq_factor", 0) >= given.get("high_freq_factor", 1):
         wrong = "has a low_freq_factor that is not below its high_freq_factor"
+    if not wrong and given.get("beta_slow", 1) >= given.get("beta_fast", 32):  # transformers' numbers
+        wrong = "has a beta_slow that is not below its beta_fast"
     if wrong:
         needed = [key for key in KEYS[kind] if not key.endswith("?")]
         raise ModelError(

@@ -162,6 +162,8 @@ def test_captured_steps_take_angles_of_the_whole_window_from_the_table(saved: Sa
         ({"rope_type": "linear", "factor": 2, "original_max_position_embeddings": 9.5}, "a whole number"),
         (ROPES["llama3"] | {"low_freq_factor": 4.0}, "low_freq_factor that is not below"),
         ({"rope_type": "longrope", "factor": 4.0}, "lacks 'short_factor'"),
+        ({"rope_type": "yarn", "factor": None}, "lacks 'factor'"),  # null is as good as nothing, for every key
+        ({"rope_type": "yarn", "factor": 4, "beta_slow": 40}, "beta_slow that is not below its beta_fast"),
     ],
 )
 def test_wrong_values_are_named(rope: dict[str, Any], message: str) -> None:
