@@ -15,6 +15,7 @@ from torch import Tensor
 
 from methods.base import CacheState, KVLayer, LayerSpec, Method, Request
 from methods.layers import Policy
+from methods.pools import KVStore
 from methods.tiers.tier import DEVICE, HOST, TIERS, tier_of
 from methods.tiers.transfer import TransferEngine
 
@@ -55,6 +56,12 @@ def footprint(layers: Sequence[KVLayer]) -> dict[str, int]:
     }
     totals[HOST] += sum(reservation.spare(by_address) for reservation in reservations.values())
     return totals
+
+
+def unused_bytes(layers: Sequence[KVLayer]) -> int:
+    """Return how many of the bytes that layers hold are reserved for tokens to come."""
+    stores = [getattr(layer, "store", None) for layer in layers]
+    return sum(store.unused_bytes for store in stores if isinstance(store, KVStore))
 
 
 def _held(value: Any, tier: str, visited: set[int]) -> Iterator[tuple[Tensor | Path, str]]:

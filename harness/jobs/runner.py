@@ -46,7 +46,7 @@ from harness.results.records import Record, Reply, whole
 WARMUP_TOKENS = 4
 OF_A_GENERATION = (  # fields of a Generation, and of a Reply as well
     "token_s", "share_s", "decode_share_s", "seal_s", "question_s", "sealed", "fallback", "trace", "capture_s",
-    "compile_s", "recomputed",
+    "compile_s", "recomputed", "along",
 )  # fmt: skip
 
 

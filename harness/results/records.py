@@ -52,6 +52,7 @@ class Reply:
     recomputed: int = 0  # how often its text was computed anew because it outgrew the model's rotation
     capture_s: float | None = None  # capturing the decode step, within the second token's time
     compile_s: float | None = None  # Triton's making kernels ready, within the other times; null where it makes none
+    along: dict[str, list[float]] | None = None  # costs along an answer of more than 64 steps, a number per stretch
     data: dict[str, Any]  # what the task said of the example: depth, length ...
     thought_tokens: int | None = None  # of `tokens`, the thought before the answer; null where none was asked for
     hit_tier: str | None = None  # of a conversation's turn: where its history was found; null on a miss

@@ -63,6 +63,11 @@ class KVStore:
         """Return for how many further tokens there is room."""
         return self.k_rows.shape[2] - self.length
 
+    @property
+    def unused_bytes(self) -> int:
+        """Return the bytes that are reserved for tokens to come."""
+        return sum(rows[:, :, self.length :].nbytes for rows in (self.k_rows, self.v_rows))
+
     def per_head(self) -> list[tuple[Tensor, Tensor]]:
         """Return a pair of keys and values [S D] for every KV head, one sequence after the
         other."""
@@ -172,6 +177,10 @@ class PerHeadStore(KVStore):
     @property
     def free(self) -> int:
         return self.stores[0].free
+
+    @property
+    def unused_bytes(self) -> int:
+        return sum(store.unused_bytes for store in self.stores)
 
     def per_head(self) -> list[tuple[Tensor, Tensor]]:
         return [(store.k[0, 0], store.v[0, 0]) for store in self.stores]

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.engine.batch.along import Mark, along, ends_stretch
 from harness.engine.cache import KVCache
-from harness.engine.footprint import footprint
+from harness.engine.footprint import footprint, unused_bytes
 from harness.engine.sampling import Greedy, Sampler
 from harness.models.devices import read_later, wait_for
 from harness.prompts.teacher import Forced
@@ -71,6 +72,7 @@ class Generation:
     fallback: str | None = None
     measured: dict[str, float | None] = field(default_factory=dict)  # means over steps (harness/results/measures.py)
     kv: dict[str, int] = field(default_factory=dict)  # bytes held per tier
+    along: dict[str, list[float]] | None = None  # costs along the answer (harness/engine/batch/along.py), if it is long
     fidelity: list[dict[str, Any] | None] | None = None  # per sequence
     nll: list[float] | None = None  # per sequence, where the tokens were given (harness/prompts/teacher.py)
     likeliest: list[bool] | None = None  # per sequence, whether the model would have chosen every given token
@@ -140,6 +142,7 @@ class RunningSequence:
         self._excess: list[Tensor | float] = []  # tokens that the union over heads adds, every UNION_EVERY steps
         self._unites = True  # heads of a group may read different tokens
         self._finite: list[bool] = []  # per token, whether its logits are
+        self._marks: list[Mark] = []  # the ends of the answer's stretches
         self._before = cache.traffic.copy()  # traffic before the first step
         self._recomputed = cache.recomputed
 
@@ -162,6 +165,10 @@ class RunningSequence:
         distinct tokens are counted that the query heads of a KV head read together. `steps`: how
         many steps, that one included, were not noted yet (`note_reads`)."""
         return self._unites and (self._steps + steps - 1) % UNION_EVERY == 0
+
+    def is_due(self, steps: int) -> bool:
+        """Return True if the last `steps` steps must be noted now (`note_reads`) and cannot wait for others."""
+        return self.counts_union(steps) or ends_stretch(self._steps + steps, len(self._marks))
 
     def begin(self, logits: Tensor | None) -> None:
         """Start the answer after the prefill. Without a question, pick the first token and seal the
@@ -267,8 +274,8 @@ class RunningSequence:
             out.nll, out.likeliest = self.sampler.mean_nll(), self.sampler.likeliest.tolist()
         if steps:
             layers = len(self.cache.method_layers)
-            unread = torch.cat(self._device_reads).double().mean(1).sum().item() if self._device_reads else 0.0
-            attended = (self._prompt_reads + unread) / (steps * layers)
+            unread = torch.cat(self._device_reads).double().mean(1) if self._device_reads else None
+            attended = (self._prompt_reads + (0.0 if unread is None else unread.sum().item())) / (steps * layers)
             excess = sum(map(float, self._excess)) / (len(self._excess) * layers)  # of the union over heads
             out.measured |= {
                 "attended_prompt": attended,
@@ -284,6 +291,10 @@ class RunningSequence:
                     "exposed_s_per_step": (traffic.exposed_s - before.exposed_s) / steps,
                     "hidden_s_per_step": (traffic.hidden_s - before.hidden_s) / steps,
                 }
+            if self._marks:
+                last = [self._mark()] if self._marks[-1].steps < steps else []
+                begin = Mark(moved_bytes=before.total_bytes)
+                out.along = along([begin, *self._marks, *last], unread, layers, sum(out.kv.values()))
         if looked_up := traffic.looked_up - before.looked_up:
             out.measured["hit_rate"] = (traffic.found - before.found) / looked_up
 
@@ -304,3 +315,19 @@ class RunningSequence:
             self._device_reads.append(torch.stack([count.to(self._device) for count in unread]))  # a copy
         others = [count.to(self._device).mean() if isinstance(count, Tensor) else count for count in generated]
         self._other_reads += sum(others) / len(others)
+        if ends_stretch(self._steps, len(self._marks)):
+            self._marks.append(self._mark())
+
+    def _mark(self) -> Mark:
+        """Return what has been counted so far."""
+        traffic, waiting = self.cache.state.traffic, sum(map(len, self._device_reads))
+        on_device, generated = traffic.tallies.get("to_device_bytes"), self._other_reads
+        return Mark(
+            self._steps,
+            self._prompt_reads,
+            waiting,
+            generated.clone() if isinstance(generated, Tensor) else generated,  # which later steps add to
+            traffic.total_bytes,
+            None if on_device is None else on_device.clone(),
+            unused_bytes(self.cache.layers),
+        )

@@ -1,4 +1,4 @@
-"""All pictures of a report: differences to Full, score against cost, heat maps of needles."""
+"""All pictures of a report: differences to Full, score against cost, cost along answers, heat maps of needles."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from matplotlib.ticker import FuncFormatter
 from evals.stats import ALPHA
 from harness.reports.compare import Comparison, ReportRow
 from harness.reports.pictures import figures
+from harness.reports.pictures.along import along, has_along
 from harness.reports.pictures.frontier import frontier, has_frontier
 from harness.reports.pictures.heatmap import NeedleScore, are_flat, grid, heatmap, heatmap_by_run, needles_by_task
 
@@ -41,6 +42,8 @@ def pictures(table: Comparison) -> Iterator[tuple[str, str, Figure]]:
         yield table.title, "differences", differences(table)
     if has_frontier(table):
         yield table.title, "frontier", frontier(table)
+    if has_along(table):
+        yield table.title, "along", along(table)
     tasks: dict[str, dict[str, list[NeedleScore]]] = defaultdict(dict)
     for entry in table.entries:
         for task, needles in needles_by_task(entry.run.records).items():

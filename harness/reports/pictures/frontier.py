@@ -112,7 +112,7 @@ def frontier(table: Comparison) -> Figure:
         points = panel.points(entries)
         for label, some in points.items():
             if label in labels:
-                _line(axes, some, _style(labels.index(label)), intervals=not crowded)
+                _line(axes, some, style(labels.index(label)), intervals=not crowded)
         _full(axes, entries, points)
         pairs = [
             (cost, row.summary["score"]["mean"])
@@ -143,7 +143,8 @@ def _size(panels: int, legend: Sequence[Line2D]) -> tuple[float, float]:
     return 0.6 + 3.6 * panels + width, max(3.7, 0.3 + sum(0.08 + 0.15 * len(name) for name in names))
 
 
-def _style(number: int) -> dict[str, Any]:
+def style(number: int) -> dict[str, Any]:
+    """Return how the line of the method with this number is drawn; Full has a style of its own."""
     mark = MARKS[number % len(MARKS)]
     colour, line = COLOURS[number % len(COLOURS)], "-" if number < len(COLOURS) else (0, (3, 1.5))
     return {"color": colour, "marker": mark, "markersize": 6, "linewidth": 1.3, "linestyle": line}
@@ -181,7 +182,7 @@ def _widths(entries: Sequence[ReportRow]) -> str:
 def _legend(fulls: Sequence[str], labels: Sequence[str]) -> list[Line2D]:
     """Return the lines of the legend, Full first; long names are broken at spaces."""
     styles = [(label, FULL_STYLE | {"markersize": 9}) for label in fulls]
-    styles += [(label, _style(number)) for number, label in enumerate(labels)]
+    styles += [(label, style(number)) for number, label in enumerate(labels)]
     lines = [
         Line2D([], [], label=textwrap.fill(label, NAME_WIDTH, break_long_words=False), **style)
         for label, style in styles

@@ -150,3 +150,24 @@ def test_times_are_drawn_where_fulls_are_beside_them(tmp_path: Path) -> None:
     memory = {"kv_device_bytes": 8 * 2**20, "kv_host_bytes": 120 * 2**20, "kv_disk_bytes": None}
     assert held.scale * held.cost({"memory": memory}) == 128
     assert held.cost({"memory": {"kv_device_bytes": None}}) is None
+
+
+def test_costs_along_answers_are_drawn_from_stretches_and_times(tmp_path: Path) -> None:
+    """64 steps of 10 ms, then 36 of 20 ms, behind a prompt of 100 tokens; the seal lies before the second token."""
+    times = [1.0, 5.0, *(5 + 0.01 * i for i in range(1, 64)), *(5.63 + 0.02 * i for i in range(1, 37))]
+    costs = {"steps": [64, 100], "attended": [132.5, 182.5], "moved_bytes": [0.0, 0.0], "used_bytes": [2**20, 2**21]}
+    half = costs | {"attended": [132.5 / 2, 182.5 / 2], "moved_bytes": [2**20, 2**20]}
+    write_run(tmp_path, [record("a", token_s=times, along=costs), record("short")])
+    write_run(tmp_path, [record("a", token_s=times, along=half), record("short")], "h2o")
+    figure = drawn(tmp_path)["along"]
+    lines = {
+        axes.get_title(): {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
+        for axes in figure.axes
+    }
+    time, share, used, moved = lines
+    assert lines[time]["full"] == ([64, 100], pytest.approx([10, 20]))
+    assert lines[share] == {"full": ([64, 100], [100, 100]), "h2o 10%": ([64, 100], [50, 50])}
+    assert lines[used]["h2o 10%"][1] == [1, 2]
+    assert lines[moved]["h2o 10%"][1] == [1, 1]
+    write_run(tmp_path / "short", [record("a")])
+    assert "along" not in drawn(tmp_path / "short")
