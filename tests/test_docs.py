@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -178,10 +179,14 @@ def check_download(line: str) -> None:
 
 
 def check_lm_eval(words: list[str]) -> None:
-    """Of its words, those that our model takes."""
+    """Check the keys of a run among the arguments of our model; its own are parameters of `KVHarnessLM`."""
+    pytest.importorskip("lm_eval")
+    from harness.bridges.lm_eval.model import KVHarnessLM
+
+    own = signature(KVHarnessLM.__init__).parameters
     for flag, given in pairwise(words):
         if flag == "--model_args":
-            built(composed(given.split(",")))
+            built(composed([word for word in given.split(",") if word.partition("=")[0] not in own]))
 
 
 def check_module(module: str, words: list[str]) -> None:

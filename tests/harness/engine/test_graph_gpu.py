@@ -134,11 +134,11 @@ def test_sequences_join_and_leave_while_steps_are_captured(name: str, placement:
     assert captured.plain_steps is None
 
 
-@devices
-@pytest.mark.parametrize("name", NAMES)
-def test_the_loop_of_transformers_gives_the_same_tokens(name: str, device: str) -> None:
+@pytest.mark.parametrize("name", [pytest.param(name, marks=ON_GPU) for name in NAMES])
+def test_the_loop_of_transformers_gives_the_same_tokens(name: str) -> None:
+    """On a CPU tests/harness/engine/test_generate.py and test_loops.py say so."""
     method = replace(small(name), b=8) if name == "pqcache" else small(name)  # type: ignore[call-arg]
-    model, ids = model_on(device), prompt(60).to(device)
+    model, ids = model_on("cuda"), prompt(60).to("cuda")
     with attached(model, method, budget=0.5, calibration=prompt(64, seed=9)) as kv:
         (wanted,) = Engine(kv).generate(ids, max_new_tokens=8).tokens
         cache = kv.cache(capacity=68)
