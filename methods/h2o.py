@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops, sink_logits
+from kernels.reference import Segment
 from methods.base import AttnInput, Cost, CostError, LayerWorkload, PeakExtra, Plan
 from methods.layers import Keep, Padded, Storage, between_ends, ends
 from methods.layers.windowed import Windowed
@@ -54,10 +55,24 @@ class H2OKeep(Keep, capturable=True, of_each={"received": Padded(2)}):
         return out
 
     def decode(self, x: AttnInput) -> Tensor:
-        stored = self.store.since(0)
+        stored = self._stored()
         out, lse = sink_logits.segment_attention_with_lse(x.q, [stored], self.spec.scale, self.spec.sink_logits)
         ops.add_received(self.received, x.q, stored.k, lse, self.spec.scale, stored.live)
         return out
+
+    def _stored(self) -> Segment:
+        """Return the keys and values of all tokens; those in fewer bits are decoded, since each of
+        their keys gets a weight."""
+        plain, far = self.store.since(0), self.layer.far
+        if far is None:
+            return plain
+        decoded = far.whole().wait()
+        k, v = (torch.cat(side, 2) for side in ((decoded.k, plain.k), (decoded.v, plain.v)))
+        return Segment(k, v, live=None if plain.live is None else plain.live + far.length)
+
+    def together_refusal(self) -> str | None:
+        coded = self.layer.far is not None
+        return "H2O decodes for one sequence after the other" if coded else super().together_refusal()
 
     def _count(self, sums: Tensor) -> None:
         """Add the attention that the stored tokens received in this call. sums [B H S], summed here
@@ -81,11 +96,11 @@ class H2OKeep(Keep, capturable=True, of_each={"received": Padded(2)}):
         """Return which `size` of the last `count` stored tokens, the generated ones, each KV head
         keeps, [B G size]: the latest, and of the others those that received the most attention."""
         plan = Plan(0, int(size * self.method.recent_ratio), 0)
-        received = self.received[..., self.store.length - count : self.store.length - plan.local]
+        received = self.received[..., self.layer.stored - count : self.layer.stored - plan.local]
         return between_ends(ops.top_k(received, size - plan.local), plan, count)
 
     def forget(self, count: int, rows: Tensor) -> None:
-        start = self.store.length - count
+        start = self.layer.stored - count
         kept = self.received[..., start:].gather(2, rows)
         self.received[..., start:] = 0
         self.received[..., start : start + rows.shape[2]] = kept
@@ -109,6 +124,7 @@ class H2O(Windowed):
 
     policies = (H2OKeep,)
     selects: ClassVar[bool] = False
+    encodes: ClassVar[bool] = True
 
     sinks: int = 0
     recent_ratio: float = 0.5

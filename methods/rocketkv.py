@@ -25,7 +25,7 @@ Generated tokens are always read; the paper pages them too."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, floor, log2, sqrt
 from typing import ClassVar
 
@@ -164,7 +164,7 @@ class RocketKV(SnapKV):
         bounds = ceil(kept / size) * case.row_bytes // (2 if size == 1 else 1)
         scored = ceil(kept / size) * channels * case.row_bytes // (2 * case.spec.head_dim)  # of each channel one bound
         read = case.budget * case.row_bytes + scored
-        held = (costs.evict(case, kept) + Cost(bounds)).reading(read)
+        held = (costs.evict(replace(case, codec=None), kept) + Cost(bounds)).reading(read)
         return held + costs.sent_away(case, kept, case.budget)
 
     def check_model(self, spec: LayerSpec) -> None:

@@ -13,6 +13,7 @@ from methods.layers.indices import read_together
 from methods.layers.policy import Evict, Keep, Policy
 from methods.layers.read import Read
 from methods.layers.storage import Bound, Storage
+from methods.pools import PerHeadPool
 from methods.tiers.tier import DEVICE, HOST
 
 
@@ -20,8 +21,9 @@ class Layer(Storage, capturable=True):
     """Store keys and values of one layer, and let policies decide what happens with them. While the
     prompt comes, all of it is stored. At the seal, the end of the prompt, a `Keep` policy decides
     which tokens stay, and a `Read` policy prepares to choose the tokens that each decode step
-    reads; those that are read only if chosen may move to another tier or be quantised. Without
-    policies everything is kept and read."""
+    reads; those that are read only if chosen may move to another tier or be quantised. Without a
+    `Read`, tokens that stayed when others left may be quantised. Without policies everything is
+    kept and read."""
 
     def __init__(self, spec: LayerSpec, cache: CacheState, method: Method, *policies: Policy) -> None:
         """Bind the policies to this layer: at most one `Evict` and one `Read`, and any number of
@@ -67,6 +69,8 @@ class Layer(Storage, capturable=True):
         if self.keeps is not None:
             self.keeps.close(self.evicted - before)
         self.sealed, self.prompt_end, self.later, self.prompt_left = self.store.length, self.seen, None, None
+        if self.reads is None and self.evicted > before and self.request.codec is not None:
+            self.encode()
         if self.reads is not None:
             self.reads.seal(limit)
             away = self.reads.away(self.reads.plan) if self.reads.plan is not None else None
@@ -103,6 +107,8 @@ class Layer(Storage, capturable=True):
     def together_refusal(self) -> str | None:
         """Return the reason for which this layer, in its present state, cannot share its decode
         steps with other sequences; None if it can."""
+        if isinstance(self.far, PerHeadPool) and self.far.codec.block > 1:
+            return "heads hold different numbers of encoded tokens"
         return None
 
     @property
@@ -239,6 +245,13 @@ class PolicyMethod(Method):
     policies what to keep and read: one new policy of each class in `policies`."""
 
     policies: ClassVar[tuple[type[Policy], ...]]
+
+    @property
+    def encodes(self) -> bool:
+        """Return whether what policies keep at the seal can be encoded: where they evict there and
+        not later, and leave it to the layer to attend to what stays."""
+        evicts = not self.counts_answer and any(issubclass(policy, Evict) for policy in self.policies)
+        return evicts and all(policy.decode is Policy.decode for policy in self.policies)
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         return [Layer(spec, cache, self, *(policy() for policy in self.policies)) for spec in specs]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from kernels.rotated import Rotated
 from methods.base import AttnInput, CacheState, KVLayer, LayerSpec, Method
 from methods.layers.indices import gather_per_head, union_per_kv_head
 from methods.layers.returned import ReturnedError, check_rows
-from methods.pools import KVStore, PerHeadStore, Pool
+from methods.pools import KVStore, PerHeadPool, PerHeadStore, Pool
 from methods.tiers.block import FAR, tokens_in
 
 FIRST = f"{FAR}.first"  # name of the row in the store before which the tokens belong that were sent away
@@ -214,7 +215,7 @@ class Storage(KVLayer):
         tokens = Segment(whole.k[:, :, first:end], whole.v[:, :, first:end])
         self.far, self.first_far = self.new_pool(end - first), first
         self.far.append(tokens.k, tokens.v)
-        self.store = KVStore(self.spec, self.cache, whole.k_rows.shape[2] - self.far.length)
+        self.store = KVStore(self._stored_spec, self.cache, whole.k_rows.shape[2] - self.far.length)
         for part in (slice(0, first), slice(end, whole.length)):
             self.store.append(whole.k[:, :, part], whole.v[:, :, part])
         return tokens
@@ -222,15 +223,34 @@ class Storage(KVLayer):
     def new_pool(self, room: int) -> Pool:
         """Return an empty pool with room for `room` tokens that leave the store. A subclass
         overrides it to use another codec."""
-        return Pool(self.spec, self.cache, room)
+        return Pool(self._stored_spec, self.cache, room)
+
+    @property
+    def _stored_spec(self) -> LayerSpec:
+        """Return the layer's spec with as many KV heads as are stored."""
+        return replace(self.spec, num_kv_heads=self.heads)
+
+    def encode(self) -> None:
+        """Write all stored tokens in fewer bits, as the request's codec says."""
+        if not isinstance(self.store, PerHeadStore):
+            self.send_away(0, self.store.length)
+            return
+        heads = self.store.per_head()
+        self.far, self.first_far = PerHeadPool(self.spec, self.cache, heads), 0
+        keys, values = [k[:0] for k, _ in heads], [v[:0] for _, v in heads]
+        self.store = PerHeadStore(self.spec, self.cache, keys, values, self.request.capacity - self.seen)
 
     def bring_back(self) -> None:
         """Move the tokens that lie on another tier or in fewer bits (the pool `far`) back to their
         place in the store, decoded."""
         if self.far is None:
             return
-        resident, first = self.store, self.first_far
-        self.store = KVStore(self.spec, self.cache, self.stored + self.request.capacity - self.seen)
+        resident, first, room = self.store, self.first_far, self.request.capacity - self.seen
+        if isinstance(self.far, PerHeadPool):
+            keys, values = zip(*self._plain_heads(), strict=True)
+            self.store, self.far = PerHeadStore(self.spec, self.cache, keys, values, room), None
+            return
+        self.store = KVStore(self._stored_spec, self.cache, self.stored + room)
         self.store.append(resident.k[:, :, :first], resident.v[:, :, :first])
         self.store.append(*self.far.whole().wait()[:2])
         self.store.append(resident.k[:, :, first:], resident.v[:, :, first:])
@@ -238,16 +258,25 @@ class Storage(KVLayer):
 
     def contents(self) -> dict[str, Tensor]:
         """Return all stored tensors by name, as views where they lie: `k0`, `v0`, ... of the store
-        (one pair, or one per head if heads differ), those of the pool `far` as it encoded them, and
-        what is needed to know the tokens' positions."""
-        heads = self.store.per_head() if isinstance(self.store, PerHeadStore) else [(self.store.k, self.store.v)]
+        (one pair, or one per head if heads differ, and then decoded), those of the pool `far` as it
+        encoded them, and what is needed to know the tokens' positions."""
+        heads = self._plain_heads() if isinstance(self.store, PerHeadStore) else [(self.store.k, self.store.v)]
         tensors = {f"{name}{head}": x for head, both in enumerate(heads) for name, x in zip("kv", both, strict=True)}
         if self.evicted:
             tensors["positions"] = self.stored_positions()
-        if self.far is not None:
+        if self.far is not None and not isinstance(self.far, PerHeadPool):
             tensors |= {f"{FAR}.{name}": x for name, x in self.far.held().items()}
             tensors[FIRST] = torch.tensor(self.first_far)
         return tensors | {"seen": torch.tensor(self.seen)}
+
+    def _plain_heads(self) -> list[tuple[Tensor, Tensor]]:
+        """Return all keys and values [S D] of every KV head with a store of its own, decoded, one
+        sequence after the other."""
+        stored = self.store.per_head()
+        if not isinstance(self.far, PerHeadPool):
+            return stored
+        pairs = zip(self.far.per_head(), stored, strict=True)
+        return [(torch.cat([old_k, k]), torch.cat([old_v, v])) for (old_k, old_v), (k, v) in pairs]
 
     def refill(self, contents: Mapping[str, Tensor]) -> None:
         """Restore, in a new layer that has seen no token, what `contents` of another layer
@@ -281,10 +310,10 @@ class Storage(KVLayer):
     def attend_all(self, q: Tensor) -> Tensor:
         """Attend from one query to all tokens held, also to those on another tier or in fewer bits
         (the pool `far`), q [B H 1 D] -> [B H 1 D]."""
-        away = self.far.segments().wait() if self.far is not None else []
+        away = repeat([]) if self.far is None else iter(self.far.by_store())
 
         def attend(q: Tensor, store: KVStore, head: int | None) -> Tensor:
-            segments, sinks = [*away, store.since(0)], self.spec.sinks_of(head)
+            segments, sinks = [*next(away), store.since(0)], self.spec.sinks_of(head)
             return sink_logits.segment_attention(q, segments, self.spec.scale, sinks)
 
         return self.store.each(q, attend)

@@ -21,11 +21,16 @@ def dense(case: LayerWorkload) -> Cost:
 
 def evict(case: LayerWorkload, kept: int, copies: int = 1) -> Cost:
     """Return the cost of a layer that has kept `kept` prompt tokens, in `copies` per KV head (one,
-    or one per query head), with room for the generated tokens. A step reads all of them."""
+    or one per query head), encoded if the case has a codec, with plain room for the generated
+    tokens. A step reads all of them. Where heads keep different numbers of tokens, `kept` is their
+    mean, and each head may hold up to a codec's block of plain tokens more or fewer than this says.
+    """
     if kept >= case.sealed:
         return dense(case)
-    row_bytes = copies * case.row_bytes
-    return Cost((kept + case.reserve) * row_bytes).reading(kept * row_bytes)
+    heads = replace(case.spec, num_kv_heads=copies * case.spec.num_kv_heads)
+    case = replace(case, spec=heads, placement=DEVICE)
+    held = Cost((kept + case.reserve) * case.row_bytes).reading(kept * case.row_bytes)
+    return held + sent_away(case, kept, kept)
 
 
 def bounded(case: LayerWorkload, method: Method) -> LayerWorkload | None:

@@ -7,6 +7,7 @@ names."""
 from __future__ import annotations
 
 from methods.pools.device_store import KVStore, PerHeadStore
+from methods.pools.per_head import PerHeadPool
 from methods.pools.pool import Pool, rows_for
 
-__all__ = ["KVStore", "PerHeadStore", "Pool", "rows_for"]
+__all__ = ["KVStore", "PerHeadPool", "PerHeadStore", "Pool", "rows_for"]

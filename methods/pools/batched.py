@@ -19,6 +19,7 @@ from kernels.reference import Segment
 from kernels.rotated import Rotated
 from methods.base import CacheState, NextRow
 from methods.pools.device_store import Attend, KVStore, PerHeadStore
+from methods.pools.per_head import PerHeadPool
 from methods.pools.pool import Pool
 from methods.tiers.codec import Encoded
 from methods.tiers.tier import DEVICE
@@ -129,7 +130,11 @@ class BatchedPool:
 
     def __init__(self, pools: Sequence[Pool], cache: CacheState, dead: int | None) -> None:
         """`pools`: one per cache, each with one or more sequences. `dead`: how many free slots,
-        places for sequences that join later, follow the sequences; None: there are no slots."""
+        places for sequences that join later, follow the sequences; None: there are no slots.
+        KV heads with pools of their own (`PerHeadPool`) are treated as sequences with one head."""
+        if isinstance(pools[0], PerHeadPool):
+            dead = None if dead is None else dead * pools[0].spec.num_kv_heads
+            pools = [head for pool in pools if isinstance(pool, PerHeadPool) for head in pool.pools]
         self.tier, self.codec, self.cache, device = pools[0].tier, pools[0].codec, cache, cache.request.device
         rooms = [sequence for pool in pools for sequence in pool.rooms()]
         parts, tokens = [list(map(_readable, same)) for same in zip(*rooms, strict=True)], len(pools[0].layout.tokens)
@@ -147,6 +152,9 @@ class BatchedPool:
         """Ask for all tokens on the device, as `Pool.segments` does. If one pool has encoded tokens,
         or plain ones after them, every pool must have some."""
         return self.cache.fetch(lambda traffic: self._parts)
+
+    def by_store(self) -> list[list[Segment | Codes | Rotated]]:
+        return [self.segments().wait()]
 
     def whole(self, *, early: bool = False) -> Arrival[Segment]:
         """Ask for all tokens of the pools, decoded, on the device, as `Pool.whole` does."""

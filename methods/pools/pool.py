@@ -106,6 +106,11 @@ class Pool:
         can read the codec's codes, else decoded, and the plain tokens of the tail."""
         return self.cache.fetch(self._segments)
 
+    def by_store(self) -> list[list[Segment | Codes | Rotated]]:
+        """Return what `segments` gives, once for each call of `KVStore.each`: here for all heads
+        together."""
+        return [self.segments().wait()]
+
     def _whole(self, traffic: Traffic) -> Segment:
         k, v = self.codec.decode_whole(self._stored(traffic), self.cache.request.dtype)
         if self.length == self.encoded:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from methods.ada_pyramid import AdaPyramid
 from methods.adakv import AdaKV
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
 from tests.methods.test_snapkv import _pooled, _votes
@@ -84,3 +85,24 @@ def test_a_further_turn_votes_among_what_every_head_still_has() -> None:
     read = [[[*head, again] for head in one] for one in kept_by(layer)]
     (out,) = s.decode([layer], again)
     assert_close(out, attention(s.q(0)[:, :, again, None], s.k(0), s.v[0], read, s.shape.dim**-0.5))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_layers_of_a_pyramid_divide_what_each_gets_among_their_heads(shape: Shape) -> None:
+    """By hand: the amounts that PyramidKV gives the layers, and in each the shares that Ada-KV gives the heads."""
+    layers, method = 3, AdaPyramid(window=7, kernel=5, beta=4, floor=0.25)
+    s = Sequences(shape, PROMPT, layers)
+    made = s.start(method, BUDGET)
+    s.seal(made, 0, PROMPT)
+    amounts = []
+    for index, layer in enumerate(made):
+        scores = _pooled(_votes(s, 7, PROMPT, index).unflatten(1, (shape.groups, -1)).mean(2), 5, "max")
+        for mine, score in zip(kept_by(layer), scores, strict=True):
+            amounts.append(sum(map(len, mine)) // shape.groups)
+            assert [len(head) - 7 for head in mine] == shares(score, amounts[-1] - 7, Fraction(1, 4))
+            for rows, votes in zip(mine, score, strict=True):
+                best = torch.topk(votes, len(rows) - 7).values
+                assert torch.equal(votes[rows[:-7]].sort(descending=True).values, best)
+    voted = [sum(amounts[batch :: s.k(0).shape[0]]) - 7 * layers for batch in range(s.k(0).shape[0])]
+    assert voted == [layers * (BUDGET - 7)] * len(voted)
+    assert amounts[0] > BUDGET > amounts[-1] > 7

@@ -21,6 +21,7 @@ from harness.engine.engine import Engine
 from methods.base import Budget
 from methods.full import Full
 from methods.tiers.codec import IntCodec
+from methods.tiers.codecs import codec_of
 from tests.methods.test_contract import attach, small, walked
 from tests.tiny import prompt, tiny
 
@@ -102,6 +103,8 @@ def test_a_stored_history_gives_the_tokens_of_a_cache_that_stayed(name: str) -> 
     [
         ("pqcache", {"placement": "disk", "codec": IntCodec(bits=4, group=16)}),
         ("infinigen", {"placement": "host", "reuse_steps": 2}),
+        ("snapkv", {"codec": IntCodec(bits=4, group=16)}),
+        ("adakv", {"codec": codec_of("tq3")}),
         ("h2o", {"budget": Budget(0.4, generated=4)}),
         ("full", {"placement": "host"}),
     ],

@@ -1,0 +1,33 @@
+"""Ada-Pyramid: SnapKV's votes, Ada-KV's shares of the KV heads and PyramidKV's shares of the layers
+(arXiv 2407.11550).
+
+The rule: PyramidKV says how many tokens a layer keeps per head, on a line that falls from the first
+layer to the last, and Ada-KV divides what all heads of the layer may keep among them by their
+votes. Over all layers and heads the mean is the budget. Parameters are those of Ada-KV's released
+code with `--pyram`; its whole numbers are rounded as `rounding=released` does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from methods.adakv import AdaKeep, AdaKV
+from methods.base import Grids
+from methods.pyramidkv import PyramidKeep, PyramidKV
+
+
+class AdaPyramidKeep(AdaKeep, PyramidKeep, capturable=True, of_each={}):
+    """Evict as Ada-KV does, with as many tokens per layer as PyramidKV gives it."""
+
+    method: AdaPyramid
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaPyramid(AdaKV, PyramidKV):
+    """Define Ada-Pyramid, which shares one budget among layers and among KV heads, by the
+    parameters of Ada-KV and of PyramidKV."""
+
+    policies = (AdaPyramidKeep,)
+    tunable: ClassVar[Grids] = {**AdaKV.tunable, **PyramidKV.tunable}
+
+    window: int = 32
