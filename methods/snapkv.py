@@ -65,6 +65,7 @@ class SnapKV(PolicyMethod):
 
     policies: ClassVar[tuple[type[Policy], ...]] = (SnapKeep,)
     selects: ClassVar[bool] = False
+    encodes: ClassVar[bool] = True
     tunable: ClassVar[Grids] = {
         "window": (8, 16, 32, 64),
         "kernel": (1, 3, 5, 7, 11, 15, 23, 31),

@@ -62,8 +62,9 @@ class Method(metaclass=_TupleForList):
 
     @property
     def encodes(self) -> bool:
-        """Return whether this method supports a codec, which holds tokens in fewer bits: it has
-        tokens that a step reads only if they are chosen."""
+        """Return whether this method supports a codec, which holds tokens in fewer bits: those that
+        a step reads only if they are chosen, or, of a method that evicts at the seal, those that
+        stay. Its policies then attend by `Storage.attend_all`, which reads encoded tokens too."""
         return False
 
     @property

@@ -246,13 +246,6 @@ class PolicyMethod(Method):
 
     policies: ClassVar[tuple[type[Policy], ...]]
 
-    @property
-    def encodes(self) -> bool:
-        """Return whether what policies keep at the seal can be encoded: where they evict there and
-        not later, and leave it to the layer to attend to what stays."""
-        evicts = not self.counts_answer and any(issubclass(policy, Evict) for policy in self.policies)
-        return evicts and all(policy.decode is Policy.decode for policy in self.policies)
-
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         return [Layer(spec, cache, self, *(policy() for policy in self.policies)) for spec in specs]
 

@@ -172,7 +172,7 @@ class Storage(KVLayer):
         places = self.stored_positions()[..., -count:].gather(2, rows)
         self.evicted += count - rows.shape[2]
         self.store.keep_of_last(count, rows)
-        if self.store.length > rows.shape[2]:
+        if self.stored > rows.shape[2]:
             self.later = places
             return
         self.positions, self.prompt_rows = places, rows.shape[2]
