@@ -156,6 +156,7 @@ AVERAGES = {
     "avg_leaderboard": "LongBench's leaderboard: mean over its six categories",
     "perplexity": "of all windows or replies together",
     "boxed_share": "share of the outputs that have an answer in a box",
+    "extracted_share": "share of the outputs with a letter in the words that were asked for",
 }
 
 
