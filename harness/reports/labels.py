@@ -36,14 +36,23 @@ def name(run: StoredRun, kind: str) -> str:
 
 def titles(runs: Sequence[StoredRun], keys: Sequence[str]) -> list[str]:
     """Return a title for each table; `runs` holds one run of each. A title has task, model and
-    protocol. If two tables share these, it also has the settings among `keys` in which they differ,
-    or else what their runs were given (prompts, answers, revision of the model)."""
-    names = [f"{name(run, 'task')}, {model_name(run.config)}, protocol={run.config.get('protocol')}" for run in runs]
+    protocol, and says if the model thinks or is rotated by model.rope. If two tables share these,
+    it also has the settings among `keys` in which they differ, or else what their runs were given
+    (prompts, answers, revision of the model)."""
+    names = [f"{name(run, 'task')}, {model_name(run.config)}{_read_as(run)}" for run in runs]
     usual = recorded_defaults()
     settings = [flatten({key: run.config.get(key, usual.get(key)) for key in keys}) for run in runs]
     for known in (settings, [given(run) for run in runs]):
         names = [" ".join([title, *more]) for title, more in zip(names, _among_namesakes(names, known), strict=True)]
     return names
+
+
+def _read_as(run: StoredRun) -> str:
+    """Return the words of a title on the protocol, on thoughts and on another rotation."""
+    model, thinking = run.config.get("model"), run.config.get("thinking", "off")
+    rope = model.get("rope") if isinstance(model, Mapping) else None
+    words = f" thinking={thinking}" * (thinking != "off") + (f" model.rope={spelled(rope)}" if rope else "")
+    return f", protocol={run.config.get('protocol')}{words}"
 
 
 def labels(runs: Sequence[StoredRun]) -> list[str]:

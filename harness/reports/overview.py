@@ -11,6 +11,7 @@ from harness.reports.columns import signed
 from harness.reports.compare import Comparison, ReportRow
 from harness.reports.conditions import machine_of
 from harness.reports.labels import COUNTS_ANSWER
+from harness.results.alarms import ANSWER_CUT
 from harness.terminal.tables import percent
 
 WIDTH = 120  # characters of the table
@@ -46,7 +47,8 @@ def _compared(table: Comparison) -> str:
     where = dict.fromkeys(machine_of(entry.run) for entry in table.entries)
     machine = next(iter(where)) if len(where) == 1 else f"{len(where)} different machines"
     times = "" if all(row["tpot_s"]["p50"] is None for row in rows) else "; times are medians"
-    return f"{_span(counts)} prompts of {_span(lengths)} tokens; score: {measure}; {machine}{times}."
+    prompts = f"{_span(counts)} prompt{'s' * ({*counts} != {1})}"
+    return f"{prompts} of {_span(lengths)} tokens; score: {measure}; {machine}{times}."
 
 
 def _span(numbers: Sequence[int]) -> str:
@@ -99,12 +101,24 @@ def _cautions(table: Comparison) -> Iterator[str]:
     """Yield the lines that limit what the numbers mean: red alarms first, then what is missing,
     then what is doubtful."""
     yield from (f"{ALARM}{alarm.text}." for alarm in table.alarms if alarm.red)
+    yield from _answers_cut(table)
     doubts = [text for entry in table.entries for text in _of_row(entry)]
     for caution in dict.fromkeys(text for entry in table.entries for text in entry.run.info.get("cautions", ())):
         titles = [entry.title for entry in table.entries if caution in entry.run.info.get("cautions", ())]
         doubts.append(f"{', '.join(titles) if len(titles) < len(table.entries) else 'all rows'}: {caution}")
     doubts += [alarm.text for alarm in table.alarms if not alarm.red]
     yield from (f"Caution: {text}." for text in doubts)
+
+
+def _answers_cut(table: Comparison) -> Iterator[str]:
+    """Yield one line if cutting took the right answer out of prompts, by the row where most lost
+    theirs: the rows have the same prompts."""
+    lost = {
+        sum(any(text.startswith(ANSWER_CUT) for text in record.warnings) for record in entry.run.records): entry
+        for entry in table.entries
+    }
+    if count := max(lost, default=0):
+        yield f"Caution: in {count} of {_asked(lost[count])} prompts the answer was in the part that was cut."
 
 
 def _of_row(entry: ReportRow) -> Iterator[str]:
@@ -116,11 +130,15 @@ def _of_row(entry: ReportRow) -> Iterator[str]:
         yield f"{entry.title}: {row['num_failed']} of {_asked(entry)} examples failed"
     if unanswered := sum(record.unanswered for record in entry.run.records):
         yield f"{entry.title}: {unanswered} of {row['num_examples']} thoughts did not end, so there is no answer"
+    thoughts = [record.thought_tokens for record in entry.run.records if record.thought_tokens is not None]
+    if thoughts and not any(thoughts):
+        yield f"{entry.title}: 0 of {len(thoughts)} answers thought, though thinking={config.get('thinking')}"
     asked, read = row["budget"]["asked"], row["budget"]["attended"]["share"]
     plain = config.get("budget_rule", "read") == "read" and config.get("align", "tokens") == "tokens"
     plain = plain and not config.get("dense_layers") and row["budget"].get("counts") != COUNTS_ANSWER
     if plain and isinstance(asked, float) and read is not None and abs(read - asked) > OFF_BUDGET * asked:
-        yield f"{entry.title} read {percent(read)} % of the prompt, not {percent(asked)} %"
+        why = next((f": {reason}" for record in entry.run.records if (reason := record.fallback)), "")
+        yield f"{entry.title} read {percent(read)} % of the prompt, not {percent(asked)} %{why}"
 
 
 def _listed(start: str, items: Sequence[str], end: str) -> str:
@@ -135,6 +153,8 @@ def _listed(start: str, items: Sequence[str], end: str) -> str:
 
 
 def _fitted(line: str) -> str:
-    """Return the line; if it is too long, its middle is cut out, so that its end stays."""
-    tail = line[-TAIL:] if len(line) > LINE else ""
-    return f"{line[: LINE - 5 - len(tail)].rstrip()} ... {tail.lstrip()}" if tail else line
+    """Return the line; if it is too long, words in its middle are cut out, so that its end stays."""
+    if len(line) <= LINE:
+        return line
+    tail = line[-TAIL:].partition(" ")[2] or line[-TAIL:]
+    return f"{line[: LINE - 4 - len(tail)].rpartition(' ')[0]} ... {tail}"

@@ -34,6 +34,7 @@ HARDWARE = ("cpu", "device_name", "cpus_usable", "memory_bytes")  # what tells m
 MIN_WRONG_TOKENS = 100  # of answers that are not fully right; right answers are alike whoever gives them
 NEAR = 0.1  # a Full this close to guessing leaves no room to lose
 THOUGHT = ("<think>", "[THINK]", "<thought>", "<seed:think>")  # how models begin to think before they answer
+ANSWER_CUT = "The reference answer was in the part that was cut"  # begins a warning of harness/prompts/prompt_lint.py
 SAME_HOURS = timedelta(hours=1)  # in which a machine is about as fast
 MARGIN, MARGIN_SHARE = 0.5, 0.1  # load that the system makes by itself: of a CPU, or a share of them where that is more
 
@@ -239,6 +240,7 @@ def warnings(
         "did not end their thought, which counts as no answer and scores 0: allow more by thinking=N": [
             record.unanswered for record in records
         ],
+        "have no thought, though thinking asks for one": [record.thought_tokens == 0 for record in records],
         "begin with a thought although thinking=off, and are scored with it: set thinking=on": [
             record.thought_tokens is None and record.output.lstrip().startswith(THOUGHT) for record in records
         ],

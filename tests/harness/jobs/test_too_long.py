@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> HuggingFace:
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     """Four documents in lm-eval's form, of which the third has 3,000 words."""
-    docs = [{"context": " ".join(WORDS[:count]), "answer": "word0"} for count in (60, 80, 3000, 70)]
+    docs = [{"context": " ".join(WORDS[:count]), "answer": "word1"} for count in (60, 80, 3000, 70)]
     (tmp_path / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
     (tmp_path / "mine.yaml").write_text(
         f"""
@@ -92,6 +92,8 @@ def test_one_long_document_does_not_refuse_the_others(
         assert run.info["identity"]["prompts"] == full.info["identity"]["prompts"]
     way = {"skip": "left out", "middle": "cut in the middle", "left": "cut at the beginning"}[too_long]
     assert f"Longer than the model's window: 1 of 4 prompts {way} (too_long={too_long})." in out
+    lost = "Caution: in 1 of 4 prompts the answer was in the part that was cut"
+    assert (lost in out) == (too_long == "left")
     assert ("1 of 4 examples left out" in err) == (too_long == "skip")
     _, again, err = cli(*words)
     assert "2 of 4" not in err

@@ -69,6 +69,18 @@ def test_a_long_caution_keeps_its_end_and_others_are_counted(tmp_path: Path) -> 
     assert last.endswith("more with --details.")
 
 
+def test_it_names_thoughts_another_rotation_and_why_all_was_read(tmp_path: Path) -> None:
+    read = {"attended_prompt": 100.0, "fallback": "all is read"}
+    model = {"name": "tiny", "revision": None, "rope": {"rope_type": "yarn", "factor": 4}}
+    write_run(tmp_path, records([1.0], thought_tokens=0, **read), "quest", budget=0.1, thinking="20", model=model)
+    [table] = comparisons([load(file.parent) for file in tmp_path.rglob("run.json")])
+    assert table.title.endswith("thinking=20 model.rope={rope_type: yarn,factor: 4}")
+    text = "\n".join(shown(tmp_path))
+    assert "1 prompt of 100 tokens" in text
+    assert "quest 10%: 0 of 1 answers thought, though thinking=20" in text
+    assert "quest 10% read 100.0 % of the prompt, not 10.0 %: all is read" in text
+
+
 def test_what_must_be_wrong_comes_first_and_is_red_on_a_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
