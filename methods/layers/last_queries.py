@@ -61,7 +61,7 @@ class EvictsWhileDecoding(PolicyMethod):
         kept, bounded = PeakExtra(kept=self.window * case.query_bytes), costs.bounded(case, self)
         if bounded is None or case.budget >= case.sealed:
             return kept
-        return kept + PeakExtra(seal=self.choosing_bytes(case) + costs.evicting(bounded, case.budget))
+        return kept + PeakExtra(seal=max(self.choosing_bytes(case), costs.evicting(bounded, case.budget)))
 
     def choosing_bytes(self, case: LayerWorkload) -> int:
         """Return the bytes that the choice among the prompt's tokens takes temporarily: their

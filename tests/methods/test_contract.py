@@ -31,6 +31,7 @@ SMALL: dict[str, Any] = {  # parameters with these names, for prompts of 60 to 1
     "b": 3,
     "beta": 2.0,
     "block": 4,
+    "buffer": 3,
     "calibration_tokens": 64,
     "chunk": 2,
     "dense_layers": [0],
@@ -54,7 +55,7 @@ def _yaml(name: str) -> dict[str, Any]:
 
 
 # for tests that run the engine: those that together take every path there is
-QUICK = ("adakv", "full", "h2o", "infinigen", "infllm", "kivi", "pqcache", "quest", "shadowkv", "snapkv", "tova")
+QUICK = ("adakv", "full", "h2o", "infinigen", "infllm", "kivi", "pqcache", "quest", "rkv", "shadowkv", "snapkv", "tova")
 WALKED = mostly_slow(NAMES, *QUICK)
 walked = pytest.mark.parametrize("name", WALKED)
 

@@ -16,13 +16,15 @@ from harness.prompts.teacher import Forced
 from methods.base import AttnInput, Budget, BudgetError, Method
 from methods.full import Full
 from methods.layers import Layer
+from methods.rkv import RKV
 from methods.tova import TOVA
 from tests.methods.synthetic import SHAPES, Sequences, attention
 from tests.tiny import prompt, tiny
 
 Rows = list[list[list[int]]]  # text positions by sequence and KV head, ascending
 PROMPT, STEPS, AGAIN = 41, 30, 12
-METHODS: dict[str, Method] = {"tova": TOVA()}
+RKV_SMALL = RKV(window=4, buffer=6, kernel=3)
+METHODS: dict[str, Method] = {"tova": TOVA(), "rkv": RKV_SMALL}
 
 
 def tova(s: Sequences, rows: Rows, last: int, size: int) -> Rows:
@@ -38,7 +40,31 @@ def tova(s: Sequences, rows: Rows, last: int, size: int) -> Rows:
     return kept
 
 
-KEPT: dict[str, Callable[[Sequences, Rows, int, int], Rows]] = {"tova": tova}
+def rkv(s: Sequences, rows: Rows, last: int, size: int) -> Rows:
+    """What R-KV keeps: every head the best of its own."""
+    window, reach = RKV_SMALL.window, RKV_SMALL.kernel // 2
+    kept: Rows = []
+    for b, heads in enumerate(rows):
+        kept.append([])
+        for g, places in enumerate(heads):
+            k, group = s.k(0)[b, g, places].double(), s.shape.heads // s.shape.groups
+            others = len(places) - window
+            weights = torch.zeros(others, dtype=torch.float64)
+            for t in range(last - window + 1, last + 1):
+                logits = torch.stack([k[:others] @ s.q(0)[b, g * group + i, t].double() for i in range(group)])
+                weights += (logits.amax(0) * s.shape.dim**-0.5).softmax(0) / window
+            pooled = torch.stack([weights[max(0, i - reach) : i + reach + 1].max() for i in range(others)])
+            alike = torch.nn.functional.cosine_similarity(k[:, None], k[None], dim=-1)
+            for i, row in enumerate(alike):
+                row[i] = 0
+                row[max((j for j in range(len(places)) if row[j] > 0.5), default=0)] = 0
+            scores = 0.1 * pooled - 0.9 * alike.mean(0).softmax(0)[:others]
+            best = scores.topk(size - window).indices.tolist()
+            kept[b].append([places[i] for i in sorted([*best, *range(others, len(places))])])
+    return kept
+
+
+KEPT: dict[str, Callable[[Sequences, Rows, int, int], Rows]] = {"tova": tova, "rkv": rkv}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -47,6 +73,7 @@ KEPT: dict[str, Callable[[Sequences, Rows, int, int], Rows]] = {"tova": tova}
 def test_what_stays_is_what_a_plain_loop_keeps(name: str, shape: Any, budget: int) -> None:
     """In a first turn and in a further one, with the attention over it and all that is said of it."""
     s, method = Sequences(shape, PROMPT + STEPS + AGAIN + 5).sharpened(6), METHODS[name]
+    s.raw_k[..., 10:30, :] = s.raw_k[..., 9:10, :]  # so many keys are alike, up to their rotation
     (layer,) = s.start(method, budget)
     most = budget + method.extra_rows
     stored: Rows = [[[] for _ in range(shape.groups)] for _ in range(shape.batch)]

@@ -60,7 +60,7 @@ def released(root: Path, module: str, stubs: Mapping[str, Mapping[str, Any]] | N
             package = _module(".".join(names[:depth]))
             package.__path__ = [str(root.joinpath(*names[:depth]))]
         for name, held in (stubs or {}).items():
-            _module(name).__dict__.update(held, __path__=[])
+            _module(name).__dict__.update({"__path__": [], **held})
         sys.modules.pop(module, None)
         with patch.object(sys, "path", [str(root), *sys.path]):
             yield importlib.import_module(module)

@@ -1,10 +1,11 @@
-"""SnapKV, PyramidKV, Ada-KV: which prompt tokens stay, on the embedded model's keys."""
+"""SnapKV, PyramidKV, Ada-KV, R-KV: which tokens stay, on the embedded model's keys."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.nn.functional import max_pool1d
 
 from methods.adakv import AdaKV
 from methods.pyramidkv import PyramidKV
+from methods.rkv import RKV
 from methods.snapkv import SnapKV
 from tests.methods.recorded import Recorded
 from tests.methods.synthetic import Sequences
@@ -22,6 +24,7 @@ FACTORY = Repository("Zefan-Cai/KVCache-Factory", "c97f9d706d63d1b56e980f8b81b2a
 FACTORY_FILE = "pyramidkv/pyramidkv_utils.py"
 ADAKV = Repository("FFY0/AdaKV", "efe4e2eea0099bf497f0c175ac5440a915d89f83")
 ADAKV_FILE = "adaptive_snapkv/monkeypatch/snapkv_utils.py"
+RKV_CODE = Repository("Zefan-Cai/R-KV", "d15c9767e67c2bd9807128fecc35223fa2484a69")
 PROMPT, BUDGETS = 640, (64, 128, 256)
 Kept = list[Tensor]  # the positions that each head keeps
 
@@ -145,7 +148,37 @@ def adakv(grouped: bool, clone: Path) -> Difference:
     )
 
 
+def rkv(clone: Path) -> Difference:
+    """Of a prompt that is longer than the budget, and then each time the buffer is full."""
+    count, method, began = Count(), RKV(), 300
+    s = Recorded(PROMPT, [0, 14, 29])
+    package = {"__path__": [str(clone / "rkv" / "compression")]}
+    with released(clone, "rkv.utils") as utils:
+        package |= {name: getattr(utils, name) for name in ("cal_similarity", "compute_attention_scores")}
+        with released(clone, "rkv.compression.r1_kv", {"rkv.compression": package}) as module:
+            for budget in BUDGETS:
+                theirs = module.R1KV(budget, method.window, method.kernel, method.mix_lambda)
+                layers: Any = s.start(method, budget)
+                s.prefill(layers, 0, began)
+                for layer in layers:
+                    _add_rows(count, theirs, layer, budget)
+                    layer.seal()
+                for position in range(began, PROMPT):
+                    s.decode(layers, position)
+                    for layer in layers:
+                        if layer.store.length == budget + method.buffer:
+                            _add_rows(count, theirs, layer, budget)
+    return count.difference()
+
+
+def _add_rows(count: Count, theirs: Any, layer: Any, budget: int) -> None:
+    store, ours = layer.store, layer.keeps.keep(budget)[0]
+    _, values = theirs.update_kv(store.k, layer.keeps.queries, numbered(store.v))
+    count.add(kept_in(values), list(ours), torch.arange(store.length).float().expand(len(ours), -1))
+
+
 COMPARISONS = [
+    Comparison("rkv", RKV_CODE, "rkv/compression/r1_kv.py", "kept tokens of the same rows", rkv),
     Comparison("snapkv", FACTORY, FACTORY_FILE, "kept tokens", partial(snapkv, False), "window=8"),
     Comparison("snapkv", FACTORY, FACTORY_FILE, "kept tokens", partial(snapkv, True), "window=8 select_per=query_head"),
     Comparison("pyramidkv", FACTORY, FACTORY_FILE, "kept tokens", partial(pyramidkv, "exact"), "select_per=query_head"),

@@ -1,0 +1,114 @@
+"""R-KV: keeps what is attended to and says nothing twice, while long answers are written (arXiv
+2505.24133).
+
+The rule: a token's score is `mix_lambda` times its importance minus (1 - mix_lambda) times its
+redundancy. Importance: the weights that the last `window` queries give it, from the largest logit of
+a KV head's query heads, averaged over the queries and then the largest among `kernel` neighbours.
+Redundancy: the mean cosine similarity of its key to all keys, as a softmax over the tokens, where
+each key's similarity to the last of those more than `SIMILAR` alike is left out, so that of tokens
+that repeat one another the last one stays. Each KV head keeps the best and the window.
+
+The budget is all rows of a KV head, prompt and answer, with a buffer of `buffer` rows on top: once it
+is full, the budget's number of rows stays. A prompt longer than the budget is compressed at the seal.
+The released code does so for the first prompt of a process; later prompts find a flag of the
+example before, and are compressed at the next multiple of 128 tokens of a count that runs over all
+examples. It leaves rows in the order of their scores, by which it pools and finds the last of
+similar tokens in the next round; here they stay in the order of the text, as the paper means it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import max_pool1d, normalize
+
+from kernels import ops
+from methods.base import Grids, LayerWorkload, Plan
+from methods.base.pieces import pieces
+from methods.layers import between_ends
+from methods.layers.last_queries import EvictsWhileDecoding, LastQueries
+from methods.parts import costs
+
+SIMILAR = 0.5  # cosine similarity of two keys from which the later token may stand for the earlier one
+KEYS_AT_ONCE = 256  # rows of the matrix of similarities that are computed together
+
+
+class RKVKeep(LastQueries, capturable=True):
+    """Keep the window, and of the other tokens those that the last queries attend to and whose keys
+    are least like other keys."""
+
+    method: RKV
+
+    def keep(self, size: int) -> Tensor:
+        plan = Plan(0, self.method.window, size - self.method.window)
+        others, mix = self.store.length - plan.local, self.method.mix_lambda
+        scores = mix * self._importance(others) - (1 - mix) * redundancy(self.store.k)[..., :others]
+        return between_ends(ops.top_k(scores, plan.top), plan, self.store.length)
+
+    def _importance(self, others: int) -> Tensor:
+        """Return the pooled weights that the last queries give to the first `others` stored tokens,
+        all but the window, [B G others] fp32."""
+        assert self.queries is not None
+        grouped = self.queries.unflatten(1, (self.spec.num_kv_heads, -1)).transpose(1, 2)  # [B g G w D]
+        logits = torch.stack([q @ self.store.k[:, :, :others].mT for q in grouped.unbind(1)]).amax(0)
+        weights = (logits.float() * self.spec.scale).softmax(-1).mean(2)
+        return max_pool1d(weights, self.method.kernel, stride=1, padding=self.method.kernel // 2)
+
+
+def redundancy(keys: Tensor) -> Tensor:
+    """Return how much each key repeats others, keys [B G S D] -> [B G S] fp32: the softmax over the
+    tokens of its mean cosine similarity to all keys, where each of these leaves out itself and the
+    last key that is more than `SIMILAR` like it (the first key, if none is)."""
+    units = normalize(keys.float(), dim=-1, eps=1e-8)
+    sums, stored = units.new_zeros(keys.shape[:3]), keys.shape[2]
+    for part in pieces(stored, at_once=KEYS_AT_ONCE):
+        alike = units[:, :, part] @ units.mT  # [B G part S]
+        alike.diagonal(part.start, -2, -1).zero_()
+        numbers = torch.arange(stored, device=keys.device, dtype=torch.int32)
+        last = torch.where(alike > SIMILAR, numbers, 0).amax(-1, keepdim=True)
+        sums += alike.scatter_(-1, last.long(), 0.0).sum(2)
+    return (sums / stored).softmax(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RKV(EvictsWhileDecoding):
+    """Define R-KV, which keeps tokens that are attended to and unlike others, by its parameters.
+    `window`: by how many of the last queries the choice is made, whose tokens stay. `buffer`: how many
+    rows come on top of the budget before rows are dropped. `mix_lambda`: the weight of attention
+    against redundancy, from 0 to 1. `kernel`: over how many neighbours weights are pooled, an odd
+    number (1: none)."""
+
+    policies = (RKVKeep,)
+    tunable: ClassVar[Grids] = {"mix_lambda": (0.01, 0.1, 0.5, 1.0), "window": (4, 8, 16, 32), "kernel": (1, 7, 15)}
+
+    window: int = 8
+    buffer: int = 128
+    mix_lambda: float = 0.1
+    kernel: int = 7
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"window={self.window} leaves no query to choose by: give at least 1, 8 as released.")
+        if self.buffer < 1:
+            raise ValueError(f"buffer={self.buffer} has no room for a new token: give at least 1, 128 as released.")
+        if not 0 <= self.mix_lambda <= 1:
+            raise ValueError(f"mix_lambda={self.mix_lambda} is no weight: give 0 to 1, 0.1 in the paper.")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise ValueError(f"kernel={self.kernel} has no middle: give an odd number of tokens to pool, like 7.")
+
+    @property
+    def smallest_budget(self) -> int:
+        return self.window + 1
+
+    @property
+    def extra_rows(self) -> int:
+        return self.buffer
+
+    def choosing_bytes(self, case: LayerWorkload) -> int:
+        """Return the bytes that the choice among the prompt's tokens takes temporarily: keys of unit
+        length in fp32, and a part of their similarities, a mask and row numbers with them."""
+        units = costs.FP32 * case.spec.head_dim
+        similarities = min(case.sealed, KEYS_AT_ONCE) * (costs.FP32 + 1 + costs.INT32)
+        return case.spec.num_kv_heads * case.sealed * (units + similarities)
