@@ -71,7 +71,7 @@ def measured(method: Method, budget: Budget, placement: Any, codec: Codec | None
         with tracer.step(cache):
             model(token[:, None], past_key_values=cache, use_cache=True)
         held = footprint(cache.layers)
-        moved = traffic.total_bytes - before
+        moved = traffic.settle().total_bytes - before
         device_bytes = held.pop("device")
         read = tracer.bytes_read(cache)
         read += untraced(method, kv.specs, budget)
