@@ -104,6 +104,8 @@ def _refuse_unread(key: str) -> None:
     first = key.partition(".")[0]
     if key == "store.folder":
         raise SettingsError("A server's disk tier is temporary: leave store.folder out, and set TMPDIR for its place.")
+    if key == "generation.samples":
+        raise SettingsError("A server answers each question once: leave generation.samples out.")
     if key in OWN or first in (*READ, *GROUPS):
         return
     if key in REMOVED_KEYS:

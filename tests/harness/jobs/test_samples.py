@@ -9,6 +9,7 @@ from statistics import fmean
 import pytest
 
 from evals import stats
+from harness.cachedattention.serving.plan import points
 from harness.config.settings import GenerationSettings, Settings, SettingsError
 from harness.jobs.job import Job
 from harness.reports.compare import comparisons
@@ -74,3 +75,5 @@ def test_one_sample_is_no_setting_and_several_need_a_temperature() -> None:
     assert several.identity["generation"] == {"temperature": 1.5, "top_p": 0.9, "samples": 3}
     with pytest.raises(SettingsError, match=r"generation\.samples=2 .* greedy .* generation\.temperature"):
         Settings(generation=GenerationSettings(samples=2))
+    with pytest.raises(SettingsError, match=r"once: leave generation\.samples out"):
+        points(["generation.samples=2"])
