@@ -30,11 +30,12 @@ def is_budget(asked: object) -> bool:
 def check_layers(name: str, layers: Sequence[int], num_layers: int) -> None:
     """Raise `BudgetError` if `layers` names a layer that a model of `num_layers` does not have.
     `name`: the setting that has this value, for the error message."""
+    known = [layer for layer in layers if 0 <= layer < num_layers]
     for layer in layers:
         if not 0 <= layer < num_layers:
             raise BudgetError(
-                f"{name}={list(layers)} names layer {layer}, and the model has layers 0 to {num_layers - 1}: choose "
-                "among those."
+                f"{name}={list(layers)} names layer {layer}, and the model has layers 0 to {num_layers - 1} that see "
+                f"the whole text, which alone count: choose among those, as {name}={known or [0]}."
             )
 
 

@@ -13,6 +13,7 @@ from evals.data import Source, open_rows, too_few
 from evals.ruler.templates import FilledTemplate
 
 REPO = "simonjegou/ruler"
+LENGTHS = (4096, 8192, 16384)
 FILE = "test-00000-of-00001.parquet"
 ROW = {
     "context": "text that is not blank",
@@ -30,6 +31,9 @@ def file_of(length: int) -> Source:
     places = [
         f"{folder}/{length}/{name}" for folder in (REPO, "ruler") for name in (FILE, "test.parquet", "test.jsonl")
     ]
+    if length not in LENGTHS:  # a file of the user's own
+        other = f"{REPO}/{length} (the data set has lengths {', '.join(map(str, LENGTHS))})"
+        return Source(name=other, local=tuple(places))
     return Source(name=f"{REPO}/{length}", local=tuple(places), hub_repo=REPO, hub_file=f"{length}/{FILE}")
 
 

@@ -139,6 +139,9 @@ def is_size(hint: Any) -> bool:
     return {int, str} <= set(get_args(hint))
 
 
+MAPPINGS = {"model.rope": "{rope_type: yarn, factor: 4}", "template_kwargs": "{reasoning_effort: low}"}  # examples
+
+
 def wrong_type(key: str, value: Any, hint: Any) -> str:
     """Return a sentence that says that `value` is not of the annotated type, with a hint for the
     usual slips: a percentage, a single value in place of a list, text in place of a mapping."""
@@ -148,6 +151,8 @@ def wrong_type(key: str, value: Any, hint: Any) -> str:
     if percent and float in (hint, *get_args(hint)):  # with its point, because a whole 1 is one token
         share = float(f"{float(percent[1]) / 100:g}")
         end = f": write {share} for {percent[1]} %" if share <= 1 else ": a share is at most 1.0"
+    elif key in MAPPINGS:
+        end = f", as in '{key}={MAPPINGS[key]}'"
     elif get_origin(hint) is dict:
         end = f", as in '{key}={{name: {plain(value) if isinstance(value, str) else 'VALUE'}}}'"
     elif fits([value], hint):

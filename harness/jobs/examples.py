@@ -32,6 +32,7 @@ from harness.results.files import canonical
 from harness.results.records import FailedExample, SkippedExample
 from harness.terminal.notices import alike, say_once
 
+SHORTER = ": use shorter prompts or answers (generation.max_new_tokens), or a model with a longer window"
 REFUSED = 3  # prompts that the chat template refuses before one passes, after which it is no matter of one example
 Make = Callable[..., "PreparedExample"]  # an example, and what is cut from its context -> the example as token ids
 
@@ -197,7 +198,7 @@ def prompts_of(task: Task, source: ModelSource, settings: Settings) -> Prompts:
     check_keywords(tokenizer, settings.template_kwargs or {})
     with plugins.naming("task", plugins.describe(task)):
         examples = task.examples(_task_env(settings, tokenizer, info.limit))
-        prompts = itemised(examples, tokenizer, settings, info.limit)
+        prompts = itemised(examples, tokenizer, settings, info.limit, info.limit_because)
     count = len(prompts.items) + len(prompts.left_out)
     for why, times in alike([example.why for example in prompts.left_out]):
         say_once(f"{times} of {count} examples left out: {why}")
@@ -222,12 +223,15 @@ def _asked(tokenizer: Tokenizer, settings: Settings) -> Tokenizer:
     return given
 
 
-def itemised(examples: Iterable[Example], tokenizer: Tokenizer, settings: Settings, window: int) -> Prompts:
-    """Return `examples` as prompts of a model whose context window has `window` tokens. An example
+def itemised(
+    examples: Iterable[Example], tokenizer: Tokenizer, settings: Settings, window: int, because: str = ""
+) -> Prompts:
+    """Return `examples` as prompts of a model whose context window has `window` tokens, with words
+    that say why (`because`). An example
     whose prompt the chat template refuses is left out; raise its `PromptError` if the template
     refuses the first few, or all."""
     items, left_out, side = list[PreparedExample](), list[FailedExample | SkippedExample](), settings.too_long
-    make = partial(_item, tokenizer=tokenizer, settings=settings, window=window)
+    make = partial(_item, tokenizer=tokenizer, settings=settings, window=window, because=because)
     for example in examples:
         try:
             item = make(example)
@@ -238,13 +242,16 @@ def itemised(examples: Iterable[Example], tokenizer: Tokenizer, settings: Settin
                 raise
             continue
         if shorter is None:
-            left_out.append(_skipped(item, side, window))
+            left_out.append(_skipped(item, side, f"{window}{because}"))
             continue
         _refuse(shorter)
         items.extend(_samples(shorter, settings.generation.samples))
     if not items:
         advice = "The task has no examples: see its parameters with `python -m harness.list`."
-        raise LintError(f"Every example is left out: {left_out[0].why}.") if left_out else SettingsError(advice)
+        if not left_out:
+            raise SettingsError(advice)
+        remedy = SHORTER if isinstance(left_out[0], SkippedExample) else ""
+        raise LintError(f"Every example is left out: {left_out[0].why}{remedy}.")
     _refuse_twins(items)
     return Prompts(_cut_alike(items, make, side, window), left_out)
 
@@ -293,7 +300,7 @@ def _cut_alike(items: Sequence[PreparedExample], make: Make, side: str, window: 
     return list(map(alike_cut, items))
 
 
-def _skipped(item: PreparedExample, side: str, window: int) -> SkippedExample:
+def _skipped(item: PreparedExample, side: str, window: str) -> SkippedExample:
     tokens = sum(len(turn.prompt.ids) for turn in item.turns)
     why = f"prompt and answer take {item.needed} tokens, and the model's window has {window}"
     why += "" if side == "skip" else "; too_long cuts the context, which is too short for that"
@@ -301,7 +308,7 @@ def _skipped(item: PreparedExample, side: str, window: int) -> SkippedExample:
 
 
 def _item(
-    example: Example, tokenizer: Tokenizer, settings: Settings, window: int, cut: Cut | None = None
+    example: Example, tokenizer: Tokenizer, settings: Settings, window: int, because: str, cut: Cut | None = None
 ) -> PreparedExample:
     """Turn an example into token ids, turn by turn, and check each turn's prompt. What earlier
     turns take of the model's window is not there for later ones, unless `overflow.window` drops old
@@ -321,8 +328,9 @@ def _item(
         new_tokens = max(map(len, choices), default=0) or len(forced) or limit or turn.max_new_tokens
         thought = _thought(prompt, tokenizer, settings, turn.prefix, window - new_tokens) if thinks else None
         new_tokens += thought.room if thought else 0
+        asked_thought = f" ({thought.room} of them by thinking={settings.thinking})" if thought else ""
         before = 0 if most else sum(one.room for one in items)
-        findings = list(lint(turn, prompt, tokenizer, window, new_tokens, before, keywords))
+        findings = list(lint(turn, prompt, tokenizer, window, new_tokens, before, keywords, asked_thought, because))
         item = PreparedExample(turn, prompt, new_tokens, tuple(findings), forced, choices, by_steps=bool(choices))
         items.append(replace(item, thought=thought))
     found = dict.fromkeys(finding for one in items for finding in one.findings)

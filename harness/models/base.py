@@ -108,7 +108,7 @@ class ModelInfo:
     sink_logits: bool  # whether its softmax has one more term per head (kernels/sink_logits.py)
     quantised: Quantised | None = None  # how its weights are quantised
     still_layers: tuple[int, ...] = ()  # layers that do not rotate keys and queries by position
-    stretched: bool = False  # whether model.rope changes how it rotates
+    stretch: float | None = None  # the factor by which model.rope lengthens the texts for which it rotates
     spread: bool = False  # whether its layers are spread over all GPUs
 
     @property
@@ -117,12 +117,23 @@ class ModelInfo:
         return limit(self.window, self.layer_windows)
 
     @property
+    def limit_because(self) -> str:
+        """Return words that follow the limit in a sentence and say where it comes from; empty if it is
+        that of the config, or was asked for."""
+        if self.limit < self.window:
+            return " (the smallest window of its layers, which all slide)"
+        if self.stretch and self.window == self.trained_window:
+            own = round(self.window / self.stretch)
+            return f" (model.rope makes it {self.stretch:g} x {own}; a larger factor or model.rope=null changes it)"
+        return ""
+
+    @property
     def caution(self) -> str | None:
         """Return the warning for results of a model that reads further than it was trained to, or
         None."""
         if self.window <= self.trained_window:
             return None
-        reach = "to which model.rope stretches it" if self.stretched else "that its config says it was trained for"
+        reach = "to which model.rope stretches it" if self.stretch else "that its config says it was trained for"
         return f"model.window={self.window} goes beyond the {self.trained_window} tokens {reach}"
 
     @property
@@ -158,9 +169,11 @@ class LoadedModel:
 
 class ModelSource(ABC):
     """Describe and load one model. Subclasses are frozen dataclasses; their defaults are the values
-    of their yaml, which lists every field. `device_map`: auto spreads its layers over all GPUs."""
+    of their yaml, which lists every field. `device_map`: auto spreads its layers over all GPUs;
+    `rope`: changes its rotation (harness/models/rope.py)."""
 
     device_map: str | None = None
+    rope: dict[str, Any] | None = None
 
     @abstractmethod
     def identity(self) -> Identity:
@@ -256,7 +269,7 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
         sink_logits=any(hasattr(module, "sinks") for module in model.modules()),
         quantised=packed,
         still_layers=tuple(i for i, turns in enumerate(getattr(config, "no_rope_layers", None) or ()) if not turns),
-        stretched=hasattr(config, STRETCHED),
+        stretch=source.rope["factor"] if source.rope else None,
         spread=source.device_map is not None,
     )
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
@@ -252,6 +253,11 @@ def _check_class(config: Mapping[str, Any], name: str) -> None:
         )
     if config.get("is_encoder_decoder"):
         raise ModelError(f"{name} is {architecture}, an encoder-decoder, which is not supported: choose another model.")
+    if kind not in CONFIG_MAPPING:
+        raise ModelError(
+            f"{name} is {architecture}, and transformers {version('transformers')} does not know its model_type={kind}"
+            ": a newer version may, or choose another model."
+        )
     if architecture != MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind):
         raise ModelError(
             f"{name} is {architecture} (model_type={kind}), with which transformers continues no text: choose a model "

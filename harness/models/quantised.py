@@ -156,13 +156,18 @@ def complete(model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtyp
 
 
 def check_scales(folder: Path, config: PreTrainedConfig) -> None:
-    """Raise `ModelError` if weights in FP8 lack scales, or have them for blocks of another size than
-    config.json says: transformers takes the size from the number of scales, which is wrong where
-    the last block of a row or column is smaller than the others."""
+    """Raise `ModelError` if no weight is in FP8, or if weights in FP8 lack scales, or have them for
+    blocks of another size than config.json says: transformers takes the size from the number of
+    scales, which is wrong where the last block of a row or column is smaller than the others."""
     settings = quantisation(config)
     if not settings or _method(settings) != "fp8":
         return
     block, stored = list(settings.get("weight_block_size", (128, 128)) or ()), headers(folder)
+    if not any(dtype.startswith("F8") for dtype, _ in stored.values()):
+        raise ModelError(
+            f"{folder} stores no weight in FP8, and its config.json says so in quantization_config: fetch the model "
+            "again, or take that part out of a local copy."
+        )
     for name, (dtype, shape) in stored.items():
         if not dtype.startswith("F8") or name.endswith(FP8_SCALE):
             continue

@@ -61,12 +61,13 @@ def checked(rope: Mapping[str, Any] | None) -> Rope | None:
     rope = Rope({key: deepcopy(value) for key, value in rope.items() if value is not None})
     kind, given = rope.get("rope_type"), {key: value for key, value in rope.items() if key != "rope_type"}
     if not isinstance(kind, str) or kind not in KEYS:
+        old = "`type`, the old spelling of rope_type" if "type" in rope else f"rope_type={kind}, which is unknown"
         raise ModelError(
-            f"model.rope={rope} has rope_type={kind}, which is unknown: choose one of {', '.join(KEYS)}, as in "
+            f"model.rope={rope} has {old}: choose one of {', '.join(KEYS)}, as in "
             "'model.rope={rope_type: yarn, factor: 4}'."
         )
     known = [key.rstrip("?") for key in KEYS[kind]]
-    wrong = next((f"has {key!r}" for key in given if key not in known), None) or misfit(given, KEYS[kind])
+    wrong = next((f"has the unknown key {key}" for key in given if key not in known), None) or misfit(given, KEYS[kind])
     if not wrong and given["factor"] < 1:
         wrong = f"has factor={given['factor']}, which should be at least 1"
     if not wrong and given.get("low_freq_factor", 0) >= given.get("high_freq_factor", 1):

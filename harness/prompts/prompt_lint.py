@@ -27,10 +27,13 @@ def lint(
     new_tokens: int,
     before: int = 0,
     keywords: Keywords = NO_KEYWORDS,
+    thought: str = "",
+    because: str = "",
 ) -> Iterator[Finding]:
     """Yield what is wrong with a prompt. Errors make the run meaningless; warnings are to be
     mentioned with the score. `new_tokens`: the most that the answer may have; `before`: tokens of
-    earlier turns; `keywords`: for the chat template."""
+    earlier turns; `keywords`: for the chat template; `thought`, `because`: words on the new tokens
+    and on the window, behind their numbers."""
     user, bos = example.context + example.question, tokenizer.bos_token_id
     if not prompt.ids or not user.strip():
         yield Finding("error", "empty", f"Example {example.id} has no text: check the task's data.")
@@ -40,9 +43,9 @@ def lint(
         yield Finding(
             "error",
             "window",
-            f"{earlier}{len(prompt.ids)} prompt tokens and {new_tokens} new ones are {needed - window} more than the "
-            f"model's window of {window}: use shorter prompts or answers (generation.max_new_tokens), a "
-            "model with a longer window, leave such examples out (too_long=skip), or cut their contexts "
+            f"{earlier}{len(prompt.ids)} prompt tokens and {new_tokens} new ones{thought} are {needed - window} more "
+            f"than the model's window of {window}{because}: use shorter prompts or answers "
+            "(generation.max_new_tokens), a model with a longer window, leave such examples out (too_long=skip), or cut their contexts "
             "(too_long=middle or left).",
         )
     bos_text = "" if bos is None else tokenizer.decode([bos])

@@ -227,6 +227,7 @@ def test_a_sliding_window_limits_the_length(saved: Callable[[str], Path]) -> Non
     edit(folder / "config.json", sliding_window=64)
     info = local(folder).describe()
     assert (info.window, info.layer_windows, info.limit) == (4096, (64,) * 3, 64)
+    assert "which all slide" in info.limit_because
     assert (info.num_whole_layers, info.kv_bytes("fp32", 100)) == (3, info.kv_bytes("fp32", 64))
     assert local(folder).load("fp32", "cpu").window == 64
     assert local(folder, window=32).describe().limit == 32
@@ -239,6 +240,7 @@ def test_a_sliding_window_limits_the_length(saved: Callable[[str], Path]) -> Non
     ("changes", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "is GPT2LMHeadModel"),
+        ({"model_type": "qwen99"}, "does not know its model_type=qwen99: a newer version may"),
         ({"architectures": None}, "is no architecture"),
         ({"rope_theta": 5e5}, "rope_theta=500000.0 and rope_theta=10000.0"),
         ({"architectures": ["ChatGLMModel"], "model_type": "chatglm", "auto_map": {"AutoConfig": "x"}}, "ends in -hf"),

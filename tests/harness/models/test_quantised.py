@@ -180,6 +180,7 @@ SCALES = "model.layers.1.mlp.up_proj.weight_scale_inv"
     [
         (lambda stored: {name: x for name, x in stored.items() if name != SCALES}, BLOCK, f"lacks {SCALES}"),
         (dict, 24, r"\[128, 160\] with scales of \[4, 5\] for blocks of \[24, 24\]"),
+        (lambda stored: {name: value.float() for name, value in stored.items()}, BLOCK, "stores no weight in FP8"),
         (lambda stored: stored | {SCALES: torch.ones(4, 4)}, BLOCK, r"scales of \[4, 4\]"),  # 40 rows a block
     ],
 )

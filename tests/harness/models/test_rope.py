@@ -157,8 +157,12 @@ def test_captured_steps_take_angles_of_the_whole_window_from_the_table(saved: Sa
         ({"rope_type": "yarn"}, "lacks 'factor': rope_type=yarn needs factor, and may have attention_factor"),
         ({"rope_type": "yarn", "factor": "4x"}, "'factor', which should be a number"),
         ({"rope_type": "yarn", "factor": 0.5}, "factor=0.5, which should be at least 1"),
-        ({"rope_type": "yarn", "factor": 4, "factro": 3}, "has 'factro'"),
-        ({"rope_type": "dynamic", "factor": 4, "original_max_position_embeddings": 9}, "has 'original_max"),
+        ({"type": "yarn", "factor": 4}, "has `type`, the old spelling of rope_type"),
+        ({"rope_type": "yarn", "factor": 4, "factro": 3}, "has the unknown key factro"),
+        (
+            {"rope_type": "dynamic", "factor": 4, "original_max_position_embeddings": 9},
+            "has the unknown key original_max",
+        ),
         ({"rope_type": "linear", "factor": 2, "original_max_position_embeddings": 9.5}, "a whole number"),
         (ROPES["llama3"] | {"low_freq_factor": 4.0}, "low_freq_factor that is not below"),
         ({"rope_type": "longrope", "factor": 4.0}, "lacks 'short_factor'"),
@@ -183,6 +187,7 @@ def test_the_command_line_takes_it(cli: Cli, saved: Saved, tmp_path: Path, capfd
     words += ["task.lengths=[400]", "task.max_new_tokens=4"]
     code, _, err = cli(*words)
     assert (code, "64" in err) == (1, True)  # tokens are all that the model takes
+    assert f"8 x {LENGTH}" in cli(*words, "model.rope={rope_type: yarn, factor: 8}", "task.lengths=[600]")[2]
     code, out, err = cli(*words, "model.rope={rope_type: yarn, factor: 8}")
     assert (code, "goes beyond" in out + err) == (0, False), err
     (folder,) = (tmp_path / "runs").iterdir()

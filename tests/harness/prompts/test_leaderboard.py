@@ -155,6 +155,7 @@ def changed(**changes: Any) -> list[Mapping[str, Any]]:
         (changed(answer=[]), {}, "row 1 .* has \\[\\] as 'answer'"),
         (changed(context=" "), {}, "'context', which should be text that is not blank"),
         (ROWS, {"lengths": [8192]}, "hf download simonjegou/ruler 8192/test-00000-of-00001.parquet"),
+        (ROWS, {"lengths": [2048]}, "has lengths 4096, 8192, 16384. cannot be found .*: put the file at"),
         (ROWS, {"questions": 2, "tasks": ["niah_single_1"]}, "has one question per prompt"),
     ],
 )
