@@ -45,8 +45,8 @@ def lint(
             "window",
             f"{earlier}{len(prompt.ids)} prompt tokens and {new_tokens} new ones{thought} are {needed - window} more "
             f"than the model's window of {window}{because}: use shorter prompts or answers "
-            "(generation.max_new_tokens), a model with a longer window, leave such examples out (too_long=skip), or cut their contexts "
-            "(too_long=middle or left).",
+            "(generation.max_new_tokens), a model with a longer window, leave such examples out (too_long=skip), or "
+            "cut their contexts (too_long=middle or left).",
         )
     bos_text = "" if bos is None else tokenizer.decode([bos])
     start = bos_text * (prompt.ids[: prompt.bos_added].count(bos)) + prompt.text
