@@ -25,12 +25,12 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.engine.batch.along.FIRST", 2)
 
 
-def mean(made: Generation, key: str) -> float:
+def mean(answer: Generation, key: str) -> float:
     """The mean over all steps, of the means of stretches."""
-    assert made.along is not None
-    ends = [0.0, *made.along["steps"]]
+    assert answer.along is not None
+    ends = [0.0, *answer.along["steps"]]
     steps = [after - before for before, after in pairwise(ends)]
-    return sum(n * value for n, value in zip(steps, made.along[key], strict=True)) / ends[-1]
+    return sum(n * value for n, value in zip(steps, answer.along[key], strict=True)) / ends[-1]
 
 
 @pytest.mark.tokens
@@ -40,13 +40,15 @@ def test_stretches_are_the_same_alone_together_and_captured(name: str) -> None:
     with attach(small(name), 0.5, placement="host" if name == "pqcache" else "device") as kv, use_backend("torch"):
         wanted = alone(engine_of(kv))
         for graphs in (None, Tape()):
-            assert [made.along for made in together(engine_of(kv, graphs=graphs))] == [made.along for made in wanted]
-    for made in wanted:
-        assert made.along is not None
-        assert made.along["steps"] == ([2] if len(made.tokens[0]) == 3 else [2, 4, 7])
-        assert mean(made, "attended") == pytest.approx(made.measured["attended_total"], abs=0.01)
-        assert mean(made, "moved_bytes") == pytest.approx(made.measured["moved_bytes_per_step"], abs=0.01)
-        assert made.along["used_bytes"][-1] <= sum(made.kv.values())
+            assert [answer.along for answer in together(engine_of(kv, graphs=graphs))] == [
+                answer.along for answer in wanted
+            ]
+    for answer in wanted:
+        assert answer.along is not None
+        assert answer.along["steps"] == ([2] if len(answer.tokens[0]) == 3 else [2, 4, 7])
+        assert mean(answer, "attended") == pytest.approx(answer.measured["attended_total"], abs=0.01)
+        assert mean(answer, "moved_bytes") == pytest.approx(answer.measured["moved_bytes_per_step"], abs=0.01)
+        assert answer.along["used_bytes"][-1] <= sum(answer.kv.values())
 
 
 def test_full_reads_all_and_a_limit_of_generated_tokens_ends_growth() -> None:

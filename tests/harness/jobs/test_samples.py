@@ -24,15 +24,15 @@ TALKS = Talks(conversations=5, max_new_tokens=8)  # two of one turn, two of two,
 DRAWN = GenerationSettings(temperature=1.5, top_p=0.9, samples=3)
 
 
-def answers(made: StoredRun) -> dict[str, list[list[int]]]:
-    return {record.id: [reply.tokens for reply in record.replies] for record in made.records}
+def answers(stored: StoredRun) -> dict[str, list[list[int]]]:
+    return {record.id: [reply.tokens for reply in record.replies] for record in stored.records}
 
 
-def by_question(made: StoredRun) -> dict[str, list[Record]]:
-    found = defaultdict[str, list[Record]](list)
-    for record in made.records:
-        found[record.independent].append(record)
-    return found
+def by_question(stored: StoredRun) -> dict[str, list[Record]]:
+    questions = defaultdict[str, list[Record]](list)
+    for record in stored.records:
+        questions[record.independent].append(record)
+    return questions
 
 
 @pytest.mark.tokens
@@ -52,20 +52,20 @@ def test_a_sample_has_the_same_tokens_alone_in_a_batch_and_after_a_resume(tmp_pa
 
 
 def test_the_samples_of_a_question_count_as_one_in_intervals_and_tests(tmp_path: Path) -> None:
-    made = run(tmp_path, PQ, TALKS, generation=DRAWN, baseline="run")
-    means = [fmean(record.score for record in records) for records in by_question(made).values()]
+    stored = run(tmp_path, PQ, TALKS, generation=DRAWN, baseline="run")
+    means = [fmean(record.score for record in records) for records in by_question(stored).values()]
     assert len(means) == 5
-    score = made.summary["score"]
+    score = stored.summary["score"]
     interval = stats.interval(means, ["talk"] * 5)
     assert interval is not None
     assert score["mean"] == pytest.approx(fmean(means))
     assert score["ci95"] == pytest.approx([interval.low, interval.high])
-    assert made.full_folder is not None
-    (table,) = comparisons([made])
+    assert stored.full_folder is not None
+    (table,) = comparisons([stored])
     assert "pass@1: the mean over 3 answers drawn to each question" in "\n".join(notes(table))
     full = {record.id: record.score for record in run(tmp_path, Full(), TALKS, generation=DRAWN).records}
-    theirs = [fmean(full[record.id] for record in records) for records in by_question(made).values()]
-    assert made.summary["full"]["p"] == pytest.approx(stats.paired(means, theirs, ["talk"] * 5).p)
+    theirs = [fmean(full[record.id] for record in records) for records in by_question(stored).values()]
+    assert stored.summary["full"]["p"] == pytest.approx(stats.paired(means, theirs, ["talk"] * 5).p)
 
 
 def test_one_sample_is_no_setting_and_several_need_a_temperature() -> None:

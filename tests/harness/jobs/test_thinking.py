@@ -34,6 +34,7 @@ THOUGHTS = {
 }
 
 SHARED = {"protocol": "context", "questions": "shared"}
+DRAWN = SHARED | {"generation": GenerationSettings(temperature=0.01, samples=2)}
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def text_of(model: HuggingFace, tokens: list[int]) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("changes", [{"batch": 2}, SHARED, {"method": SnapKV(window=2)}], ids=str)
+@pytest.mark.parametrize("changes", [{"batch": 2}, SHARED, DRAWN, {"method": SnapKV(window=2)}], ids=str)
 def test_a_thought_is_counted_and_its_answer_scored(
     kind: str, changes: dict[str, Any], models: dict[str, HuggingFace], tmp_path: Path
 ) -> None:
