@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kernels.rope import rotate_by
 from methods.base import Cost, Grids, LayerWorkload, PeakExtra
+from methods.base.request import ROTATION
 from methods.layers import Keep, PolicyMethod
 from methods.parts import costs
 
@@ -77,6 +78,10 @@ class Streaming(PolicyMethod):
             raise ValueError(f"sinks={self.sinks} is negative: give the number of first tokens to keep, as 4.")
         if self.positions not in ("cache", "original"):
             raise ValueError(f"positions={self.positions!r} is unknown: choose cache (the paper) or original.")
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (ROTATION,) if self.positions == "cache" else ()
 
     @property
     def smallest_budget(self) -> int:

@@ -67,7 +67,9 @@ def evaluate(
     for name in OF_COMMANDS:
         if (value := attrgetter(name)(asked)) != attrgetter(name)(Settings()):
             raise SettingsError(f"{name}={value} is for the command line, and evaluate does not read it: leave it out.")
-    return evaluate_together([Job.plan(method, task, model, asked, presets=presets)])[-1]
+    job = Job.plan(method, task, model, asked, presets=presets)
+    job.require_known()
+    return evaluate_together([job])[-1]
 
 
 @lasting_output()

@@ -17,12 +17,13 @@ from harness.config import plugins
 from harness.config.settings import Settings
 from harness.config.values import orders
 from harness.engine.attach import Attachment
+from harness.engine.hf import layer_specs
 from harness.jobs.examples import PreparedExample, Prompts, prompts_of
 from harness.jobs.machine import check_machine, free_here, refuse
 from harness.jobs.memory import CacheSpec, MemoryForecast, needed, size
 from harness.jobs.model_check import check_against_generate
 from harness.jobs.resolve import codec_of, resolve, resolve_for_examples
-from harness.models.base import LoadedModel, ModelError, ModelSource, is_loaded, load
+from harness.models.base import ARCHITECTURES, LoadedModel, ModelError, ModelSource, is_loaded, load
 from harness.prompts.prompt import calibration_text
 from harness.results.files import writing
 from harness.results.identity import identity
@@ -138,6 +139,18 @@ class Job:
     def refuse_memory(self, beside: Sequence[Job] = ()) -> None:
         """Raise `SettingsError` if this job and those `beside` it do not fit into free memory."""
         refuse(self.need(beside), self.settings, self.free)
+
+    def require_known(self) -> None:
+        """Raise `ValueError` if the method must know of the model what cannot be found out: by its weights, where
+        its class is not listed."""
+        if not self.method.needs or self.model.describe().architecture in ARCHITECTURES or self.is_done():
+            return
+        self.refuse_memory()
+        try:
+            self.method.require_known(layer_specs(self.load().model))
+        except ValueError as error:
+            kind, typed = type(self.method).__name__, (self.presets or {}).get("method")
+            raise ValueError(str(error).replace(kind, f"method={typed}" if typed else kind, 1)) from error
 
     @property
     def free(self) -> tuple[int | None, int | None]:

@@ -148,6 +148,7 @@ def run_jobs(group: JobGroup, prompts: KnownPrompts, jobs: int, aloud: bool = Tr
                     show(job)
                     continue
                 _ = job.full  # which is refused before anything runs, too
+                job.require_known()
                 planned[number] = job
             except Exception as error:
                 failed(error, number)

@@ -58,6 +58,22 @@ READ = (
     "backends",
     "template_kwargs",
 )  # fmt: skip; the keys of a run that are read here
+OWN = (
+    "batch_size",
+    "max_length",
+    "max_gen_toks",
+    "rolling_context",
+    "add_bos_token",
+    "seed",
+    "config_dir",
+    "enable_thinking",
+    "think_end_token",
+)  # fmt: skip; the other arguments of `KVHarnessLM`
+INSTEAD = {
+    "thinking": "set enable_thinking",
+    "too_long": "what is too long is cut on the left, as by lm-eval's hf",
+    "pretrained": "set model=hf and model.name",
+}
 ITS_DEVICE = "cuda:0"  # the default of lm-eval's command, also on machines without a GPU
 DRAWN = ("do_sample", "temperature", "top_k", "top_p")  # keywords of a request that say how tokens are picked
 
@@ -72,7 +88,8 @@ def ready(words: Mapping[str, Any], config_dir: str | None = None) -> tuple[Load
                 f"{key} is the end of a value cut at its comma: give model_args as a mapping, not a text."
             )
         if key.partition(".")[0] not in READ:
-            raise SettingsError(f"{key} is not a key of lm-eval's model: use one of {', '.join(READ)}.")
+            advice = INSTEAD.get(key, f"use one of {', '.join((*READ, *OWN))}")
+            raise SettingsError(f"{key} is not a key of lm-eval's model: {advice}.")
     folders = [] if config_dir is None else [Path(config_dir)]
     try:
         given, _, source, wanted = built(composed([f"{key}={plain(value)}" for key, value in words.items()], folders))
@@ -153,6 +170,8 @@ class KVHarnessLM(TemplateLM):
         self.enable_thinking, self.cut_thoughts, self._in_template = enable, 0, False
         self.chat_tokenizer, self.marks, self._eos_ids = self.tokenizer, None, set(self.loaded.eos_ids)
         known = Thinking.of(self.tokenizer, self.template_kwargs)
+        if not (enable is None or isinstance(enable, bool)):
+            raise SettingsError(f"enable_thinking={enable} is neither True nor False: give one, or leave it out.")
         if enable is not None:
             self.chat_tokenizer = ThinkingTokenizer(self.tokenizer, self.template_kwargs, on=enable)
         if end is not None:

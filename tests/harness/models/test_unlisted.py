@@ -82,15 +82,10 @@ def test_what_methods_are_told_is_tried_and_only_those_that_need_what_is_unknown
     assert unknown == {kind: {lacking.get(kind, ())} for kind in UNLISTED}
     still = [spec.rope(torch.tensor([9]))[1].abs().max() == 0 for spec in layer_specs(model_of("cohere2"))]
     assert still == [False, True, False]
-    for kind, method, what in (("nanochat", ShadowKV(), ROTATION), ("olmo", InfiniGen(), QUERIES)):
+    turned = ("nanochat", Streaming(positions="cache"), ROTATION)
+    for kind, method, what in (("nanochat", ShadowKV(), ROTATION), turned, ("olmo", InfiniGen(), QUERIES)):
         with pytest.raises(ValueError, match=f"{type(method).__name__} must know {what}"):
             answered(model_of(kind), prompt(30), method)
-    model, ids = model_of("nanochat"), prompt(200)
-    with (
-        pytest.raises(UnsupportedError, match="NanoChatAttention rotates keys in a way"),
-        attached(model, Streaming(positions="cache"), budget=0.2) as kv,
-    ):
-        Engine(kv).generate(ids, max_new_tokens=2)
 
 
 def test_a_model_of_ones_own_is_refused_by_what_it_does_and_never_runs_by_blocks() -> None:
@@ -145,6 +140,13 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Saved:
         return folder
 
     return save
+
+
+def test_a_method_that_must_know_more_is_refused_before_full_runs(saved: Saved, tmp_path: Path) -> None:
+    settings, presets = Settings(results=Results(root=str(tmp_path / "runs"))), {"method": "my_streaming"}
+    with pytest.raises(ValueError, match="method=my_streaming must know how the model rotates keys"):
+        evaluate(Streaming(), niah(), HuggingFace(str(saved("nanochat"))), settings, presets=presets)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_it_is_compared_with_generate_once_and_the_result_is_shown(
