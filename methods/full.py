@@ -17,7 +17,6 @@ from kernels.reference import Segment
 from methods.base import AttnInput, CacheState, Cost, KVLayer, LayerSpec, LayerWorkload, Method
 from methods.layers import Layer
 from methods.parts import costs
-from methods.tiers.tier import DEVICE
 from methods.tiers.transfer import Arrival
 
 
@@ -36,10 +35,6 @@ class Full(Method):
 
     @property
     def offloads(self) -> bool:
-        return self.offload
-
-    @property
-    def encodes(self) -> bool:
         return self.offload
 
     @property
@@ -93,7 +88,7 @@ class OffloadedLayer(Layer, capturable=True):
     def send_for(self) -> None:
         """Start to bring the layer's offloaded prompt to the device, unless it is there or on its
         way."""
-        if self.far is not None and self.far.tier != DEVICE and self.arrival is None:
+        if self.far is not None and self.arrival is None:
             self.arrival = self.far.whole(early=True)
 
     def attend_all(self, q: Tensor) -> Tensor:

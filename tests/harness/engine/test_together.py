@@ -138,9 +138,7 @@ def test_a_step_launches_no_more_for_more_members(name: str) -> None:
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize(
-    "name", ["pqcache", "quest", "rocketkv", "infinigen", "sparq", "full_offloaded", "snapkv", "adakv"]
-)
+@pytest.mark.parametrize("name", ["pqcache", "quest", "rocketkv", "infinigen", "sparq", "coded", "snapkv", "adakv"])
 def test_members_whose_tokens_are_codes_attend_together(name: str) -> None:
     """Codes fill no block, one, or several, and behind them stand tokens that fill none. The same in captured steps."""
     unequal, alike = [prompt(30), prompt(61, batch=2), prompt(90), prompt(24)], [prompt(n) for n in (100, 119, 97)]
