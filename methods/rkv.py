@@ -35,7 +35,7 @@ SIMILAR = 0.5  # cosine similarity of two keys from which the later token may st
 KEYS_AT_ONCE = 256  # rows of the matrix of similarities that are computed together
 
 
-class RKVKeep(LastQueries, capturable=True):
+class RKVKeep(LastQueries, capturable=True, of_each={}):
     """Keep the window, and of the other tokens those that the last queries attend to and whose keys
     are least like other keys."""
 

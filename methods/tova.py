@@ -23,7 +23,7 @@ from methods.layers import between_ends
 from methods.layers.last_queries import EvictsWhileDecoding, LastQueries
 
 
-class TOVAKeep(LastQueries, capturable=True):
+class TOVAKeep(LastQueries, capturable=True, of_each={}):
     """Keep the last token and those to which it attends most, on average over all query heads."""
 
     def keep(self, size: int) -> Tensor:

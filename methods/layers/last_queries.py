@@ -31,7 +31,7 @@ class LastQueries(Keep, capturable=True, of_each={}):
         return super().decode(x)
 
     def close(self, evicted: int) -> None:
-        if self.layer.most_rows() is None:
+        if not self.method.counts_answer or self.layer.new_bound() is None:
             self.queries = None
 
     def reopen(self) -> None:
@@ -53,15 +53,15 @@ class EvictsWhileDecoding(PolicyMethod):
 
     def cost(self, case: LayerWorkload) -> Cost:
         bounded = costs.bounded(case, self)
-        if bounded is None:
-            return costs.dense(case)
-        return costs.evict(bounded, case.budget) + Cost(self.window * case.query_bytes)
+        queries = self.window * case.query_bytes if bounded.reserve < case.reserve else 0
+        return costs.evict(bounded, case.sealed if self.reads_whole(case) else case.budget) + Cost(queries)
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        kept, bounded = PeakExtra(kept=self.window * case.query_bytes), costs.bounded(case, self)
-        if bounded is None or case.budget >= case.sealed:
+        kept = PeakExtra(kept=self.window * case.query_bytes)
+        if self.reads_whole(case):
             return kept
-        return kept + PeakExtra(seal=max(self.choosing_bytes(case), costs.evicting(bounded, case.budget)))
+        evicting = costs.evicting(costs.bounded(case, self), case.budget)
+        return kept + PeakExtra(seal=max(self.choosing_bytes(case), evicting))
 
     def choosing_bytes(self, case: LayerWorkload) -> int:
         """Return the bytes that the choice among the prompt's tokens takes temporarily: their

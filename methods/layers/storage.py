@@ -103,12 +103,17 @@ class Storage(KVLayer):
 
     def new_bound(self) -> Bound | None:
         """Return what limits the stored rows while decoding, now that the prompt is complete: a
-        budget that counts prompt and answer, or the setting `budget_generated`."""
-        if (rows := self.most_rows()) is not None:
-            return Bound(0, rows, min(rows - 1, rows - self.method.extra_rows))
-        budget = self.request.budget
-        most = None if budget is None else budget.most_generated(self.spec.index)
-        return None if most is None else Bound(self.prompt_rows, most, most - max(1, most // 8))
+        budget that counts prompt and answer, or the setting `budget_generated`. None if the cache
+        can hold no more than that anyway."""
+        budget, most = self.request.budget, self.most_rows()
+        if most is not None:
+            bound = Bound(0, most, min(most - 1, most - self.method.extra_rows))
+        elif budget is not None and (most := budget.most_generated(self.spec.index)) is not None:
+            bound = Bound(self.store.length, most, most - max(1, most // 8))
+        else:
+            return None
+        longest = self.store.length + self.request.capacity - self.seen
+        return bound if self.request.grows or longest > bound.first + bound.most else None
 
     def room(self) -> int:
         """Return for how many further tokens the store needs room."""

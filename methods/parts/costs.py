@@ -33,12 +33,12 @@ def evict(case: LayerWorkload, kept: int, copies: int = 1) -> Cost:
     return held + sent_away(case, kept, kept)
 
 
-def bounded(case: LayerWorkload, method: Method) -> LayerWorkload | None:
-    """Return `case` with room for so many generated tokens as a budget of prompt and answer leaves
-    beside the prompt's rows; None where that budget limits nothing."""
+def bounded(case: LayerWorkload, method: Method) -> LayerWorkload:
+    """Return `case` with room for no more generated tokens than a budget of prompt and answer
+    leaves beside the prompt's rows."""
     rows = case.budget if case.rows is None and case.budget < case.sealed else case.rows
     if rows is None or rows < method.smallest_budget:
-        return None
+        return case
     return replace(case, reserve=min(case.reserve, rows + method.extra_rows - min(case.sealed, rows)))
 
 

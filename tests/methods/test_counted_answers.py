@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -11,14 +12,19 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from harness.engine.attach import attached
+from harness.engine.batch.running import RunningBatch
 from harness.engine.engine import Engine
+from harness.engine.saved_state import Snapshot
 from harness.prompts.teacher import Forced
+from kernels.dispatch import use_backend
 from methods.base import AttnInput, Budget, BudgetError, Method
 from methods.full import Full
 from methods.layers import Layer
+from methods.layers.batched import alone_because
 from methods.rkv import RKV
 from methods.tova import TOVA
 from tests.methods.synthetic import SHAPES, Sequences, attention
+from tests.tape import Tape
 from tests.tiny import prompt, tiny
 
 Rows = list[list[list[int]]]  # text positions by sequence and KV head, ascending
@@ -141,6 +147,54 @@ def test_a_budget_that_covers_prompt_and_answer_gives_fulls_tokens(name: str) ->
         with attached(tiny("llama"), method, budget=budget) as kv:
             made.append(Engine(kv).generate(prompt(160), max_new_tokens=400).tokens)
     assert made[0] == made[1] == made[2]
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("name", METHODS)
+def test_a_cache_goes_back_to_its_seal_with_all_rows(name: str) -> None:
+    """Between two answers to questions on one context, although each has dropped rows of it."""
+    answers = []
+    with attached(tiny("llama"), METHODS[name], budget=0.4) as kv:
+        engine, ids = Engine(kv), prompt(83)
+        cache = engine.cache(ids, 60)
+        logits = engine.prefill(cache, ids, whole=True)
+        cache.seal()
+        sealed = Snapshot(cache)
+        for seed in (1, 2, 1):
+            question = prompt(5, seed=seed)
+            made = engine.complete(cache, logits, question, began=perf_counter(), max_new_tokens=40)
+            answers.append(made.tokens)
+            sealed.restore()
+    assert answers[0] == answers[2] != answers[1]
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("name", METHODS)
+def test_sequences_in_slots_get_what_each_gets_alone(name: str) -> None:
+    """Each drops rows at steps of its own; where the budget covers all of a sequence, its steps are shared."""
+    asked = [(prompt(length, seed=length), new) for length, new in ((33, 6), (90, 30), (61, 14), (83, 23))]
+    with attached(tiny("llama"), METHODS[name], budget=46) as kv:
+        engine, batch = Engine(kv), RunningBatch(Engine(kv))
+        alone = [engine.generate(ids, max_new_tokens=new).tokens for ids, new in asked]
+        slots = [engine.join(batch, ids, max_new_tokens=new) for ids, new in asked]
+        while batch.sequences:
+            batch.step()
+    assert [slot.out.tokens for slot in slots] == alone
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize(("method", "budget"), [(RKV(), 0.4), (TOVA(), 110)], ids=["in the buffer", "in the budget"])
+def test_steps_are_captured_and_shared_where_no_row_can_be_dropped(method: Method, budget: float) -> None:
+    with attached(tiny("llama"), method, budget=budget) as kv, use_backend("torch"):
+        wanted = Engine(kv).generate(prompt(83), max_new_tokens=20)
+        engine = Engine(kv, graphs=Tape())
+        made = engine.generate(prompt(83), max_new_tokens=20)
+        assert engine.plain_steps is None
+        assert (made.tokens, made.measured, made.kv) == (wanted.tokens, wanted.measured, wanted.kv)
+        cache = engine.cache(prompt(83), 20)
+        engine.prefill(cache, prompt(83), whole=True)
+        cache.seal()
+        assert [alone_because(layer) for layer in cache.layers] == [None] * 3
 
 
 def test_a_budget_of_generated_tokens_is_refused() -> None:
