@@ -171,7 +171,7 @@ def test_a_cache_goes_back_to_its_seal_with_all_rows(name: str) -> None:
 @pytest.mark.tokens
 @pytest.mark.parametrize("name", METHODS)
 def test_sequences_in_slots_get_what_each_gets_alone(name: str) -> None:
-    """Each drops rows at steps of its own; where the budget covers all of a sequence, its steps are shared."""
+    """Each drops rows at steps of its own; where all of it fits, steps are shared."""
     asked = [(prompt(length, seed=length), new) for length, new in ((33, 6), (90, 30), (61, 14), (83, 23))]
     with attached(tiny("llama"), METHODS[name], budget=46) as kv:
         engine, batch = Engine(kv), RunningBatch(Engine(kv))
