@@ -95,6 +95,7 @@ class CodedFloats(NamedTuple):
 
 
 Codes = Coded | CodedFloats | CodedLevels
+LEVELS_AT_ONCE = 1 << 13  # tokens whose levels are decoded together for attention
 
 
 def _between(x: Tensor, first: int | PerSequence, end: int | PerSequence) -> Tensor:
@@ -105,12 +106,21 @@ def _between(x: Tensor, first: int | PerSequence, end: int | PerSequence) -> Ten
 def coded_attention(q: Tensor, segments: Sequence[Segment | Codes], scale: float) -> tuple[Tensor, Tensor]:
     """Attend from one token per sequence to all tokens of `segments`, some of which are codes,
     under one softmax, and return its log-sum-exp too. q [B H 1 D] -> [B H 1 D], [B H] (fp32)"""
-    codes = [segment for segment in segments if not isinstance(segment, Segment)]
+    codes = [piece for segment in segments if not isinstance(segment, Segment) for piece in _pieces(segment)]
     parts = [segment_attention_with_lse(q, [_decoded(coded, q.dtype)], scale) for coded in codes]
     if plain := [segment for segment in segments if isinstance(segment, Segment)]:
         parts.append(ops.segment_attention_with_lse(q, plain, scale))
     attended: tuple[Tensor, Tensor] = ops.merge_attention_with_lse(*zip(*parts, strict=True)) if parts[1:] else parts[0]
     return attended
+
+
+def _pieces(coded: Codes) -> list[Codes]:
+    """Cut codes of levels into pieces that are decoded one after the other, on a GPU too, where
+    numbers in fp32 for a whole long prompt would take more memory than its codes save."""
+    if not isinstance(coded, CodedLevels):
+        return [coded]
+    sides = zip(*(x.split(LEVELS_AT_ONCE, 2) for x in (coded.k, coded.v, coded.norms)), strict=True)
+    return [coded._replace(k=k, v=v, norms=norms) for k, v, norms in sides]
 
 
 def _decoded(coded: Codes, dtype: torch.dtype) -> Segment:

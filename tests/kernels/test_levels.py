@@ -75,7 +75,9 @@ def test_a_rotation_can_be_undone_and_spreads_what_is_large(dim: int) -> None:
 
 
 @pytest.mark.parametrize("codec", [turboquant(3), rotated_integers(4, 8)], ids=str)
-def test_a_rotated_query_reads_what_decoded_tokens_say(codec: object) -> None:
+def test_a_rotated_query_reads_what_decoded_tokens_say(codec: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the tokens are decoded in pieces."""
+    monkeypatch.setattr("kernels.coded.LEVELS_AT_ONCE", 10)
     k, v, q = drawn(2, 2, 24, 32), drawn(2, 2, 24, 32, seed=1), drawn(2, 4, 1, 32, seed=2)
     late = Segment(drawn(2, 2, 5, 32, seed=3), drawn(2, 2, 5, 32, seed=4))
     stored: Encoded = codec.encode(k, v)  # type: ignore[attr-defined]
