@@ -147,7 +147,7 @@ published: setup  ## results/published/tables anew, with DATA=...: about 12 hour
 	$(MAKE) tables
 	$(BIN)/python -m harness.report results/runs/tables --html results/runs/tables/page --plots > /dev/null
 
-docs: setup  ## the documentation as a site, in build/site; a broken link fails
+docs: setup  ## the documentation as a site, with the page of all published tables, in build/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:  ## remove the environment and the runs

@@ -37,3 +37,8 @@ def test_the_site_builds(copy: Path) -> None:
         place = page.relative_to(copy).with_suffix("")
         assert (copy / "build" / "site" / ("" if place.name == "README" else place) / "index.html").is_file()
     assert (copy / "build" / "site" / "docs" / "img" / "headline.png").is_file()
+    leaderboard = (copy / "build" / "site" / "leaderboard.html").read_text()
+    assert all(
+        f'data-table="{path.stem}"' in leaderboard for path in (copy / "results/published/tables").glob("*k.csv")
+    )
+    assert 'href="leaderboard.html"' in (copy / "build" / "site" / "index.html").read_text()

@@ -32,6 +32,8 @@ from harness.results.run_folder import find, load_all
 from harness.terminal.arguments import typed
 from harness.terminal.notices import say, show, visible, warn
 
+ALONE = ("details", "csv", "md", "tex", "html", "against", "plots")  # options that show runs
+
 
 @as_command()
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,6 +41,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.html and (options.html.suffix == ".html" or options.html.is_file()):
         parser.error(f"--html {options.html}: takes a folder, and writes index.html there: name one without .html")
+    if options.leaderboard:
+        if others := [f"--{name}" for name in ALONE if getattr(options, name)]:
+            parser.error(f"--leaderboard shows CSV files and no runs, so {others[0]} needs a command of its own")
+        if options.leaderboard.is_dir():
+            parser.error(f"--leaderboard {options.leaderboard}: takes a file, and this is a folder: add a name.html")
+        from harness.reports.leaderboard import write_leaderboard  # matplotlib, as below
+
+        say(f"wrote {write_leaderboard(options.leaderboard, options.folders)}")
+        return 0
+    if not options.folders:
+        parser.error("name a DIR: the folder of a run, or any above it")
     runs, unreadable = load_all(find(options.folders))
     if not runs:
         raise StoreError("; ".join(unreadable))
@@ -102,12 +115,18 @@ def _written(
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.report", description=__doc__)
-    parser.add_argument("folders", nargs="+", type=typed, metavar="DIR", help="folder of a run, or any above it")
+    parser.add_argument("folders", nargs="*", type=typed, metavar="DIR", help="folder of a run, or any above it")
     parser.add_argument("--details", action="store_true", help="every table, with conditions, cautions and notes")
     parser.add_argument("--csv", type=typed, metavar="FILE", help="all of every summary, raw numbers")
     parser.add_argument("--md", type=typed, metavar="FILE", help="the same tables in Markdown")
     parser.add_argument("--tex", type=typed, metavar="FILE", help="the same tables in LaTeX (booktabs)")
     parser.add_argument("--html", type=typed, metavar="FOLDER", help="one page to look through: FOLDER/index.html")
+    parser.add_argument(
+        "--leaderboard",
+        type=typed,
+        metavar="FILE",
+        help="one page of the rows of all CSV files in DIR (of --csv), or of those that this repository publishes",
+    )
     parser.add_argument(
         "--against", metavar="METHOD", help="hold all rows against this one too, paired: snapkv, 'snapkv 20%%'"
     )

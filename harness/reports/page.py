@@ -43,56 +43,72 @@ def page(tables: Sequence[Comparison], left_out: Sequence[str]) -> str:
     tasks = ", ".join(dict.fromkeys(table.title.partition(",")[0] for table in tables)) or "no results"
     title = escape(f"KV-cache methods: {tasks}")
     links = "".join(f'<li><a href="#table-{i}">{escape(table.title)}</a></li>' for i, table in enumerate(tables))
-    body = [f"<h1>{title}</h1>", f"<ol>{links}</ol>" if len(tables) > 1 else "", _list(left_out, "soft")]
+    body = [f"<h1>{title}</h1>", f"<ol>{links}</ol>" if len(tables) > 1 else "", listed(left_out, "soft")]
     for i, table in enumerate(tables):
         body += [f'<section id="table-{i}">', *_section(table), "</section>"]
+    return filled(title, "\n".join(body), "--html")
+
+
+def filled(title: str, body: str, option: str) -> str:
+    """Return the document around a body. `title` and `body` are HTML; `option` is that of the report."""
     template = (Path(__file__).with_suffix(".html")).read_text(encoding="utf-8")
-    return Template(template).substitute(title=title, body="\n".join(body), made=now())
+    return Template(template).substitute(title=title, body=body, option=option, made=now())
 
 
 def _section(table: Comparison) -> Iterator[str]:
     """Yield the HTML of one comparison: its first table, the lines below it and one picture; all
     else is folded."""
     yield f"<h2>{escape(table.title)}</h2>"
-    yield _table(ReportTable("Scores, times and bytes", columns.overview(table)))
-    yield _list(all_lines(table))
+    yield table_html(ReportTable("Scores, times and bytes", columns.overview(table)))
+    yield listed(all_lines(table))
     drawn = [_image(kind, figure) for _, kind, figure in pictures(table)]
     yield from drawn[:1]
     yield "<details><summary>All tables, conditions, notes and pictures</summary>"
-    yield _list(list(conditions(table)), "notes")
-    yield from map(_table, report_tables(table))
+    yield listed(list(conditions(table)), "notes")
+    yield from map(table_html, report_tables(table))
     yield from drawn[1:]
     yield "</details>\n<details><summary>The command and the origin of each row</summary>"
     yield from map(_origin, table.entries)
     yield "</details>"
 
 
-def _list(lines: Sequence[str], kind: str = "") -> str:
+def listed(lines: Sequence[str], kind: str = "") -> str:
+    """Return the lines as an HTML list of the class `kind`; alarms stand out."""
     items = [f"<li{' class=alarm' * line.startswith(ALARM)}>{escape(line)}</li>" for line in lines if line]
     return f'<ul class="{kind}">{"".join(items)}</ul>' if items else ""
 
 
-def _table(table: ReportTable) -> str:
+def table_html(table: ReportTable, attributes: Sequence[str] = (), commands: Sequence[str] = ()) -> str:
+    """Return a table in a box that scrolls by itself. `attributes`: HTML attributes of each row, for the filters;
+    `commands`: the HTML of each row's last cell."""
     shown = [column for column in table.columns if not column.empty]
-    heads = "".join(map(_head, shown))
-    rows = zip(*(map(_cells, shown)), strict=True)
-    body = "\n".join(f"<tr>{''.join(cells)}</tr>" for cells in rows)
+    heads = "".join(map(_head, shown)) + "<th class=left scope=col>command</th>" * bool(commands)
+    rows = list(zip(*(_cells(column, row_head=not place) for place, column in enumerate(shown)), strict=True))
+    body = "\n".join(
+        f"<tr{kept}>{''.join(cells)}{f'<td class=left>{last}</td>' * bool(last)}</tr>"
+        for cells, kept, last in zip(rows, attributes or [""] * len(rows), commands or [""] * len(rows), strict=True)
+    )
+    name = escape(table.caption)
     return (
-        f'<div class="scroll"><table><caption>{escape(table.caption)}</caption>\n<thead><tr>{heads}</tr></thead>\n'
-        f"<tbody>{body}</tbody></table></div>\n{_list(table.notes, 'notes')}"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{name}"><table><caption>{name}</caption>\n'
+        f"<thead><tr>{heads}</tr></thead>\n<tbody>{body}</tbody></table></div>\n{listed(table.notes, 'notes')}"
     )
 
 
 def _head(column: Column) -> str:
     tip = escape(MEANINGS.get(column.head) or "")
-    return f'<th{_left(column)} title="{tip}">{escape(column.head)}<span>{escape(column.unit)}</span></th>'
+    return f'<th{_left(column)} scope=col title="{tip}">{escape(column.head)}<span>{escape(column.unit)}</span></th>'
 
 
-def _cells(column: Column) -> Iterator[str]:
-    """Yield the HTML cells of a column, with the number that a click on the head sorts them by."""
+def _cells(column: Column, row_head: bool) -> Iterator[str]:
+    """Yield the HTML cells of a column, with the number that its head sorts them by: none for an unknown one.
+    `row_head`: True if they name their rows; they may break behind an underscore."""
+    tag = "th scope=row" if row_head else "td"
     for place, cell in enumerate(column.cells):
         value = column.values[place] if column.values else None
-        yield f"<td{_left(column)}{'' if value is None else f' data-value={value}'}>{escape(cell)}</td>"
+        sorted_by = f' data-value="{"" if value is None else value}"' if column.values else ""
+        text = escape(cell).replace("_", "_<wbr>") if row_head else escape(cell)
+        yield f"<{tag}{_left(column)}{sorted_by}>{text}</{tag[:2]}>"
 
 
 def _left(column: Column) -> str:

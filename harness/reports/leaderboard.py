@@ -1,0 +1,318 @@
+"""Writes all published rows as one HTML page to filter, sort and link to, with a table for each set of
+prompts, since rows compare only where their prompts are the same.
+
+The rows are those of CSV files that `harness.report --csv` wrote, so a new file or method needs no change
+here. A table NAME takes bytes read and times from NAME_read and NAME_times, which repeat its rows on other
+prompts.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from evals.stats import ALPHA
+from harness.config.catalogue import Entry, entries, experiments
+from harness.reports.columns import nats_with_ci
+from harness.reports.compare import asked
+from harness.reports.document import ReportTable
+from harness.reports.labels import budget
+from harness.reports.notes import stamp_meanings
+from harness.reports.page import filled, listed, table_html
+from harness.reports.papers import PUBLISHED
+from harness.results import files
+from harness.results.records import StoreError
+from harness.terminal.tables import BYTES, SECONDS, Column, number, quantity, share, with_ci
+from methods.tiers.tier import TIERS, bytes_key
+
+Row = Mapping[str, str]  # of a CSV file; what is unknown is empty or missing
+KNOWN_BY = {"label", "command", "presets.method", "score.mean"}  # columns of a report's rows, not of other CSV files
+APART = {"read": "bytes read", "times": "TT2T and TPOT"}  # what NAME_read and NAME_times add to the rows of NAME
+FULL, PRESS, TUNED, REFERENCE = "full", "kvpress", "_tuned", "reference"
+KINDS = {"evicts": r"\bevicts?\b", "reads a part": r"\b(selects?|samples?|draws?)\b", "quantises": r"\bbits\b"}
+FILTERS = ("table", "task", "model", "method", "setting", "kind", "budget")
+TITLE = "KV-cache methods: all published tables"
+INTRODUCTION = (
+    "Rows compare within a table alone, where all have the same prompts; numbers of different tables do not compare.",
+    "*: differs from Full after Holm's correction over the table. Scores 0 to 100 with 95 % intervals; "
+    "NLL: cost of the right answer, in nats per token, less is better.",
+    "KV dev, KV host: most bytes of keys, values and index held there; moved, read: bytes of a decode step, the mean; "
+    "TT2T: time to the second token, TPOT: time of each further one, medians.",
+    "In a command, DATA stands for the folder of your data sets.",
+)
+
+
+class PublishedRow(NamedTuple):
+    """A row of a table (`own`), and by their word in `APART` the rows that repeat it on other prompts."""
+
+    own: Row
+    apart: Mapping[str, Row]
+
+
+class PublishedTable(NamedTuple):
+    """The rows of a CSV file, or of an experiment in it, that have the same prompts."""
+
+    name: str
+    rows: list[PublishedRow]
+
+    @property
+    def title(self) -> str:
+        first = self.rows[0].own
+        count, tokens = first["num_examples"], _number(first, "prompt_tokens.median") or 0
+        prompts = f"{count} prompt{'s' * (count != '1')} of {tokens:.0f} tokens"
+        return f"{self.name}: {_task(first)}, {first['model']}, {prompts}"
+
+
+def write_leaderboard(path: Path, folders: Sequence[Path] = ()) -> Path:
+    """Write the page to `path` and return it. `folders`: where its CSV files lie, at any depth; none
+    for those that this repository publishes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_atomically(path, leaderboard(folders or [PUBLISHED]))
+    return path
+
+
+def leaderboard(folders: Sequence[Path]) -> str:
+    """Return the HTML of the page; all text from CSV files is escaped."""
+    tables = published_tables(folders)
+    if not tables:
+        raise StoreError(f"{', '.join(map(str, folders))}: no CSV file of harness.report --csv there.")
+    links = "".join(f'<li><a href="#table-{i}">{escape(table.title)}</a></li>' for i, table in enumerate(tables))
+    body = [f"<h1>{TITLE}</h1>", listed(INTRODUCTION, "soft"), _filters(tables)]
+    body += [f"<details><summary>All {len(tables)} tables</summary><ol>{links}</ol></details>"]
+    for i, table in enumerate(tables):
+        body += [f'<section id="table-{i}">', *_section(table), "</section>"]
+    return filled(TITLE, "\n".join(body), "--leaderboard")
+
+
+def published_tables(folders: Sequence[Path]) -> list[PublishedTable]:
+    """Return the tables of all CSV files in these folders, that with most methods first."""
+    by_name: dict[str, list[Row]] = defaultdict(list)
+    for path in sorted({path for folder in folders for path in folder.rglob("*.csv")}):
+        with open(path, encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            for row in reader if KNOWN_BY.issubset(reader.fieldnames or ()) else ():
+                by_name[row.get("experiment") or path.stem].append(row)
+    repeats = {f"{name}_{word}" for name in by_name for word in APART}
+    tables = []
+    for name in by_name.keys() - repeats:
+        repeated = {word: {_key(row): row for row in by_name.get(f"{name}_{word}", ())} for word in APART}
+        alike: dict[tuple[str, ...], list[PublishedRow]] = defaultdict(list)
+        for own in by_name[name]:
+            apart = {word: rows[_key(own)] for word, rows in repeated.items() if _key(own) in rows}
+            alike[_prompts(own)].append(PublishedRow(own, apart))
+        tables += [PublishedTable(name, rows) for rows in alike.values()]
+    return sorted(tables, key=lambda table: (-len({_method(row.own) for row in table.rows}), table.name, table.title))
+
+
+def _key(row: Row) -> tuple[str, ...]:
+    return tuple(row.get(key, "") for key in ("label", "budget.asked", "budget.bytes"))
+
+
+def _prompts(row: Row) -> tuple[str, ...]:
+    """Return what is equal for rows with the same prompts."""
+    keys = ("model", "protocol", "seed", "num_examples", *(f"prompt_tokens.{end}" for end in ("min", "median", "max")))
+    words = [word for word in shlex.split(row["command"]) if word.startswith(("task=", "task."))]
+    return (*words, *(row.get(key, "") for key in keys))
+
+
+def _number(row: Row, key: str) -> float | None:
+    text = row.get(key)
+    return float(text) if text else None
+
+
+def _numbers(rows: Sequence[Row], key: str) -> list[float | None]:
+    return [_number(row, key) for row in rows]
+
+
+def _interval(row: Row, key: str) -> list[float] | None:
+    low, high = _number(row, f"{key}.low"), _number(row, f"{key}.high")
+    return None if low is None or high is None else [low, high]
+
+
+def _summary(row: Row) -> dict[str, Any]:
+    """Return the section `budget` of the row's summary, as far as the budget's name needs it."""
+    size = _number(row, "budget.asked")
+    layers = json.loads(row.get("budget.layers") or "null")
+    size = int(size) if size is not None and size > 1 else size  # a number of tokens, not a share
+    known = {"asked": size, "bytes": _number(row, "budget.bytes"), "layers": layers, "counts": row.get("budget.counts")}
+    return {"budget": known}
+
+
+@cache
+def _catalogue() -> Mapping[str, Entry]:
+    return {entry.name: entry for entry in entries("method")}
+
+
+def _facts(table: PublishedTable, row: Row) -> dict[str, list[str]]:
+    """Return the values of a row for each of `FILTERS`."""
+    values = [table.name], [_task(row)], [row["model"]], [_method(row)], [_setting(row)], _kinds(row)
+    return dict(zip(FILTERS, (*values, [budget(_summary(row)) or "none"]), strict=True))
+
+
+def _task(row: Row) -> str:
+    return row.get("presets.task") or row["task"]
+
+
+def _method(row: Row) -> str:
+    """Return the module that a row's method is in, or the press of kvpress."""
+    return row["presets.method"] if row["method"] == PRESS else row["method"]
+
+
+def _setting(row: Row) -> str:
+    """Return whose parameters a row has: its authors', those that a search found (tuned), kvpress's, or others."""
+    preset = row["presets.method"]
+    if row["method"] in (FULL, PRESS):
+        return REFERENCE if row["method"] == FULL else PRESS
+    changed = row["label"] != preset or (preset in _catalogue() and _catalogue()[preset].base)
+    return "tuned" if preset.endswith(TUNED) else "other" if changed else "authors'"
+
+
+def _kinds(row: Row) -> list[str]:
+    """Return how a row's method saves, by the rule on its card and the row's codec; several for a composition."""
+    entry = _catalogue().get(row["presets.method"]) or _catalogue().get(row["method"])
+    rule = entry.facts().get("rule", "") if entry else ""
+    coded = ["quantises"] * (" codec=" in row["command"])
+    kinds = [kind for kind, pattern in KINDS.items() if re.search(pattern, rule)]
+    return list(dict.fromkeys(kinds + coded)) or ["reads everything"]
+
+
+def command_of(row: Row) -> str | None:
+    """Return the command that makes a row again; None if this version lacks its preset."""
+    command = re.sub(r"data\.root=\S+", "data.root=DATA", row["command"])
+    chosen = re.search(r"\bmethod=(\w+)", command)
+    return command if chosen and chosen[1] in _catalogue() else None
+
+
+def _filters(tables: Sequence[PublishedTable]) -> str:
+    """Return the form with a choice for each of `FILTERS`, which the page shows where scripts run."""
+    facts = [_facts(table, row.own) for table in tables for row in table.rows]
+    choices = ""
+    for name in FILTERS:
+        values = sorted({value for known in facts for value in known[name]}, key=_natural)
+        options = "".join(f"<option>{escape(value)}</option>" for value in values)
+        choices += f'<label>{name}<select name="{name}"><option value="">all</option>{options}</select></label>'
+    return f'<form class="filters" hidden>{choices}<button type="reset">Reset</button><output></output></form>'
+
+
+def _natural(text: str) -> list[tuple[int, str]]:
+    """Return a key that sorts 2k before 10k."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", text)]
+
+
+def _section(table: PublishedTable) -> Iterator[str]:
+    """Yield the HTML of one table: what it shows, its conditions, and its rows."""
+    yield f"<h2>{escape(table.title)}</h2>"
+    known = experiments()
+    if found := known.get(f"tables/{table.name}") or known.get(f"small/{table.name}"):
+        yield f"<p>{escape(found.headline)}</p>"
+    rows = [row.own for row in table.rows]
+    yield f"<p class=soft>{escape(_conditions(rows))}</p>"
+    apart = {word: [row.apart[word] for row in table.rows if word in row.apart] for word in APART}
+    more = [f"{APART[word]}: {_conditions(repeated)}" for word, repeated in apart.items() if repeated]
+    used = "".join(row.get("stamps", "") for row in rows)
+    more += [f"stamp {stamp}: {meaning}" for stamp, meaning in stamp_meanings().items() if stamp in used]
+    yield (
+        f"<details><summary>Conditions of other columns, and stamps</summary>{listed(more, 'soft')}</details>"
+        if more
+        else ""
+    )
+    facts = [_facts(table, row) for row in rows]
+    attributes = [
+        "".join(f' data-{name}="{escape("|".join(values))}"' for name, values in known.items()) for known in facts
+    ]
+    shown = ReportTable(f"{table.name}: scores, bytes and times", list(_columns(table, facts)))
+    yield table_html(shown, attributes, [_origin(row) for row in table.rows])
+
+
+def _conditions(rows: Sequence[Row]) -> str:
+    """Return the prompts of these rows, the settings that all share, machine, commit and date as text."""
+    first = rows[0]
+    low, high, middle = (_number(first, f"prompt_tokens.{end}") or 0 for end in ("min", "max", "median"))
+    words = [[word for word in shlex.split(row["command"]) if "=" in word] for row in rows]
+    shared = [word for word in words[0] if all(word in others for others in words)]
+    settings = " ".join(word for word in shared if not word.startswith(("method", "model=", "data.root=")))
+    facts = [_among(rows, key) for key in ("device_name", "cpu")]
+    facts += [f"{key} {_among(rows, key)}" for key in ("threads", "torch")] + [f"commit {_among(rows, 'commit', 7)}"]
+    days = sorted(day for key in ("started", "ended") for day in _among(rows, key, 10).split(", "))
+    return (
+        f"{first['num_examples']} prompts of {low:.0f} to {high:.0f} tokens (median {middle:.0f}), "
+        f"protocol={first['protocol']}, seed={first['seed']}; all rows: {settings}; "
+        f"{', '.join(dict.fromkeys(facts))}; {' to '.join(dict.fromkeys((days[0], days[-1])))}"
+    )
+
+
+def _among(rows: Sequence[Row], key: str, length: int | None = None) -> str:
+    """Return the different values of these rows as text, each cut to `length`."""
+    return ", ".join(sorted({(row.get(key) or "unknown")[:length] for row in rows}))
+
+
+def _columns(table: PublishedTable, facts: Sequence[Mapping[str, Sequence[str]]]) -> Iterator[Column]:
+    """Yield the columns of a table: what names a row, then what was measured."""
+    rows = [row.own for row in table.rows]
+    yield Column("method", "", [row["label"] for row in rows], left=True)
+    for name in ("setting", "kind"):
+        yield Column(name, "", [" + ".join(known[name]) for known in facts], left=True)
+    yield Column("budget", "", [known["budget"][0] for known in facts], values=[asked(_summary(row)) for row in rows])
+    for column in _measured(table):
+        empty = [REFERENCE if "Full" in column.head and row["method"] == FULL else "not measured" for row in rows]
+        yield replace(column, cells=[cell or words for cell, words in zip(column.cells, empty, strict=True)])
+    yield Column("stamps", "", [row.get("stamps", "") for row in rows], left=True)
+
+
+def _measured(table: PublishedTable) -> Iterator[Column]:
+    """Yield the columns of scores, bytes and times, with empty cells for what is unknown."""
+    rows = [row.own for row in table.rows]
+    reads, times = ([row.apart.get(word, row.own) for row in table.rows] for word in APART)
+    perplexities = _numbers(rows, "score.averages.perplexity")
+    if any(perplexities):
+        yield number("perplexity", "", perplexities)
+    else:
+        scores, diffs = _numbers(rows, "score.mean"), _numbers(rows, "full.diff")
+        cells = [with_ci(score, _interval(row, "score.ci95")) for score, row in zip(scores, rows, strict=True)]
+        yield Column("score", "95 % CI", cells, values=scores)
+        cells = [with_ci(diff, _interval(row, "full.ci95"), sign=True) for diff, row in zip(diffs, rows, strict=True)]
+        yield Column("vs Full", "95 % CI", _starred(cells, rows, "full.p_holm"), values=diffs)
+    diffs, key = _numbers(rows, "likelihood.full.diff"), "likelihood.full.ci95"
+    cells = [nats_with_ci({"diff": diff, "ci95": _interval(row, key)}) for diff, row in zip(diffs, rows, strict=True)]
+    yield Column("NLL\nvs Full", "nats, 95 % CI", _starred(cells, rows, "likelihood.full.p_holm"), values=diffs)
+    yield share("attended", _numbers(rows, "budget.attended.share"))
+    for name, tier in TIERS.items():
+        sizes = _numbers(rows, f"memory.{bytes_key(name)}")
+        if name != "disk" or any(sizes):
+            yield quantity(tier.head, sizes, BYTES)
+    for head, sources in {"moved": rows, "read": reads}.items():
+        yield quantity(head, _numbers(sources, f"memory.{head}_bytes_per_step"), BYTES, "/step")
+    for head in ("TT2T", "TPOT"):
+        yield quantity(head, _numbers(times, f"{head.lower()}_s.p50"), SECONDS)
+
+
+def _starred(cells: Sequence[str], rows: Sequence[Row], key: str) -> list[str]:
+    """Return the cells with a star where the p of their row is below ALPHA."""
+    ps = _numbers(rows, key)
+    return [cell + "*" * (p is not None and p < ALPHA) for cell, p in zip(cells, ps, strict=True)]
+
+
+def _origin(row: PublishedRow) -> str:
+    """Return the HTML of a row's last cell: its commands, its scores by group, and its warnings."""
+    parts = ""
+    for what, source in {
+        "scores and bytes": row.own,
+        **{APART[word]: rows for word, rows in row.apart.items()},
+    }.items():
+        gone = f"This version lacks {source['presets.method']}; commit {source.get('commit')} has it."
+        command = command_of(source)
+        parts += f"<p>{what}</p>" + (f"<code>{escape(command)}</code>" if command else f"<p>{escape(gone)}</p>")
+    heads = {name[1]: key for key in row.own if (name := re.fullmatch(r"score\.groups\.(.+)\.mean", key))}
+    means = [f"{name} {100 * mean:.1f}" for name, key in heads.items() if (mean := _number(row.own, key)) is not None]
+    warnings = json.loads(row.own.get("warnings") or "[]")
+    lines = [f"score by group: {', '.join(means)}"] * bool(means) + warnings
+    return f"<details><summary>command{', notes' * bool(warnings)}</summary>{parts}{listed(lines, 'notes')}</details>"
