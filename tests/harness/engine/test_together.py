@@ -153,6 +153,17 @@ def test_members_whose_tokens_are_codes_attend_together(name: str) -> None:
             assert_together_as_alone(kv, prompts, graphs)
 
 
+@pytest.mark.tokens
+@pytest.mark.parametrize(("name", "codec"), [("h2o", "int4g16h"), ("h2o", "tq3"), ("adakv", "int4g16")])
+@torch.inference_mode()
+def test_what_steps_alone_over_codes_is_captured_too(name: str, codec: str) -> None:
+    """H2O weighs every decoded key, and Ada-KV's heads fill different numbers of blocks."""
+    with attached(tiny("llama"), small(name), budget=0.4, codec=codec_of(codec)) as kv:
+        plain, captured = engine_of(kv), engine_of(kv, graphs=Tape())
+        wanted, made = (engine.generate(prompt(90), max_new_tokens=8).tokens for engine in (plain, captured))
+        assert (made, captured.plain_steps) == (wanted, None)
+
+
 def wide() -> Any:
     """A model whose heads have a size that kernels over codes are built for."""
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SHAPE | {"head_dim": 64})).eval()
