@@ -29,7 +29,9 @@ Cli = Callable[..., tuple[int, str, str]]
 ALL = experiments()
 OURS = "tables/"  # what we publish of the embedded model: no paper's figures, and small already
 FULL = [name for name in ALL if not name.startswith(("small/", OURS))]
-SAID = ("reading notes on the ShadowKV paper", "ShadowKV repo index.html, text")  # numbers in prose
+SAID = (  # numbers in prose
+    "reading notes on the ShadowKV paper", "ShadowKV repo index.html, text", "PQCache repo, issue 16",
+)  # fmt: skip
 LENGTH = 3000  # prompt tokens where a task's own lengths are not listed: budgets are shares of it
 
 
