@@ -40,9 +40,11 @@ class TextTools(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, without special tokens."""
 
-    def count(self, user: str, prefix: str = "", *, system: str = "", chat: bool = True) -> int:
-        """Count the tokens of the whole prompt: the chat template around `user`, then `prefix`. A
-        BOS that the tokenizer adds does not count."""
+    def count(
+        self, user: str, prefix: str = "", *, system: str = "", chat: bool = True, earlier: Sequence[str] = ()
+    ) -> int:
+        """Count the tokens of the whole prompt: the chat template around `earlier` and `user`, then
+        `prefix`. A BOS that the tokenizer adds does not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,7 @@ class Example:
     prefix: str = ""  # the first words of the answer, put after the assistant header
     reply: str | None = None  # replaces the answer before this turn, as in `Turn`
     system: str = ""
+    earlier: tuple[str, ...] = ()  # what user and assistant said before, in turn, as messages of the chat template
     references: tuple[str, ...]
     max_new_tokens: int
     min_new_tokens: int = 0  # until so many are there, no token that ends an answer is picked
@@ -116,6 +119,7 @@ class Example:
             prefix=turn.prefix,
             reply=turn.reply,
             system="",
+            earlier=(),
             references=turn.references,
             max_new_tokens=turn.max_new_tokens or self.max_new_tokens,
             max_prompt_tokens=None,
@@ -156,6 +160,7 @@ AVERAGES = {
     "avg_leaderboard": "LongBench's leaderboard: mean over its six categories",
     "perplexity": "of all windows or replies together",
     "boxed_share": "share of the outputs that have an answer in a box",
+    "prepended_share": "share of the outputs that begin with the string that was asked for",
     "extracted_share": "share of the outputs with a letter in the words that were asked for",
 }
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, tzinfo
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import cycle
 from threading import Lock
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
@@ -83,7 +84,7 @@ class Prompt:
 
 class Shell(NamedTuple):
     """Hold the text that the chat template puts around the user's text: `head` contains the system
-    text, `tail` opens the assistant's turn."""
+    text and what was said earlier, `tail` opens the assistant's turn."""
 
     head: str
     tail: str
@@ -114,11 +115,14 @@ class Tools:
     def decode(self, ids: Sequence[int]) -> str:
         return decode(self.tokenizer, ids)
 
-    def count(self, user: str, prefix: str = "", *, system: str = "", chat: bool = True) -> int:
+    def count(
+        self, user: str, prefix: str = "", *, system: str = "", chat: bool = True, earlier: Sequence[str] = ()
+    ) -> int:
         """Return the number of tokens of the whole prompt, without a BOS that the tokenizer
         adds."""
         template = chat and self.chat == "template"
-        return len(self.encode(wrap(self.tokenizer, user, system, self.keywords, template=template) + prefix))
+        text = wrap(self.tokenizer, user, system, self.keywords, template=template, earlier=earlier)
+        return len(self.encode(text + prefix))
 
 
 def render(
@@ -136,14 +140,17 @@ def render(
     context, question, cut_tokens = cut_middle(example, tokenizer)
     if cut is not None:
         context, cut_tokens = shortened(context, tokenizer, cut), cut_tokens + cut.tokens
-    around = shell(tokenizer, example.system, keywords, template=template)
+    around = shell(tokenizer, example.system, keywords, template=template, earlier=example.earlier)
+    in_turn = partial(
+        wrap, tokenizer, system=example.system, keywords=keywords, template=template, earlier=example.earlier
+    )
     if example.apart:
-        head, _, tail = wrap(tokenizer, context + PROBE, example.system, keywords, template=template).rpartition(PROBE)
+        head, _, tail = in_turn(context + PROBE).rpartition(PROBE)
         text = head + question + tail + example.prefix
         first, rest = (tokenize(tokenizer, part).ids for part in (head, text[len(head) :]))
         ids, split = [*first, *rest], len(first)
     else:
-        wrapped = wrap(tokenizer, context + question, example.system, keywords, template=template)
+        wrapped = in_turn(context + question)
         end = _end_of_context(wrapped, context, question, around)
         text = wrapped + example.prefix
         ids, ends = tokenize(tokenizer, text)
@@ -178,13 +185,23 @@ def render_turn(example: Example, tokenizer: Tokenizer, *, chat: Chat, keywords:
     return Prompt(tuple(tokens_after(tokenizer, text, before)), 0, 0, 0, template, text, example.reply is not None)
 
 
-def wrap(tokenizer: Tokenizer, user: str, system: str, keywords: Keywords = NO_KEYWORDS, *, template: bool) -> str:
-    """Return the user's turn and the opening of the assistant's turn. Without a template, the system
-    text and a blank line precede the user's text."""
+def wrap(
+    tokenizer: Tokenizer,
+    user: str,
+    system: str,
+    keywords: Keywords = NO_KEYWORDS,
+    *,
+    template: bool,
+    earlier: Sequence[str] = (),
+) -> str:
+    """Return the user's turn, after what user and assistant said `earlier`, and the opening of the
+    assistant's turn. Without a template, the system text and a blank line precede the user's text."""
     if not template:
+        if earlier:
+            raise PromptError("Only a chat template says who said what in an earlier conversation: set chat=template.")
         return f"{system}\n\n{user}" if system else user
-    turns = [("system", system)] * bool(system) + [("user", user)]
-    return _templated(tokenizer, turns, keywords)
+    turns = [("system", system)] * bool(system) + list(zip(cycle(("user", "assistant")), earlier))
+    return _templated(tokenizer, [*turns, ("user", user)], keywords)
 
 
 def _templated(tokenizer: Tokenizer, talk: Sequence[tuple[str, str]], keywords: Keywords) -> str:
@@ -259,10 +276,18 @@ def _on_template_day() -> Iterator[None]:
             clock.datetime = usual
 
 
-def shell(tokenizer: Tokenizer, system: str = "", keywords: Keywords = NO_KEYWORDS, *, template: bool = True) -> Shell:
+def shell(
+    tokenizer: Tokenizer,
+    system: str = "",
+    keywords: Keywords = NO_KEYWORDS,
+    *,
+    template: bool = True,
+    earlier: Sequence[str] = (),
+) -> Shell:
     """Return the text that `wrap` puts around the user's text, including a system text that some
     templates add by themselves."""
-    head, probe, tail = wrap(tokenizer, PROBE, system, keywords, template=template).rpartition(PROBE)
+    wrapped = wrap(tokenizer, PROBE, system, keywords, template=template, earlier=earlier)
+    head, probe, tail = wrapped.rpartition(PROBE)
     if not probe:
         raise PromptError("The chat template changes the user's text: set chat=none, or use another model.")
     return Shell(head, tail)

@@ -56,7 +56,7 @@ def lint(
             "double_bos",
             f"The prompt has BOS twice in a row ({bos_text}): take one out of the text or template.",
         )
-    text = "\n".join((example.system, example.reply or "", user, example.prefix))
+    text = "\n".join((example.system, *example.earlier, example.reply or "", user, example.prefix))
     names = sorted(str(t.content) for t in tokenizer.added_tokens_decoder.values() if t.special and t.content in text)
     if names:
         yield Finding(

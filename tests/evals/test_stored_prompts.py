@@ -49,6 +49,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("wikitext2", {"window": 200, "scored": 50}),
     ("wikitext2", {"window": 200, "scored": 50, "stride": 70, "samples": 5}),
 ]
+LATER = ("apart", "earlier")  # fields that came after the prompts were stored
 OUTPUTS = [
     "", "The answer is 18.\nQ: 5?", "#### 1,234", "It is 1234567 and 12345", "in paris\nLondon", "Paragraph 3 段落3",
     "b (B) A", "Eat a sandwich in the park.", "City, Date", "x = y + 1", "张三",
@@ -104,7 +105,7 @@ def digests(root: Path, name: str, changes: dict[str, Any]) -> dict[str, str]:
     prompts, scores = hashlib.sha256(), hashlib.sha256()
     groups, details = dict[str, list[float]](), dict[str, list[float]]()
     for example in islice(task.examples(env), 90):
-        fields = {name: value for name, value in asdict(example).items() if name != "apart" or value}  # a later field
+        fields = {name: value for name, value in asdict(example).items() if name not in LATER or value}
         prompts.update(json.dumps(fields, sort_keys=True).encode())
         for turn in example.turns:
             for output in ["0.5", "2"] if name == "wikitext2" else [*OUTPUTS, *turn.references]:
