@@ -45,11 +45,14 @@ class Budget:
     as a float in (0, 1], or a number of tokens as an int >= 1 (all, if the prompt is not longer).
 
     Layers in `dense_layers` read everything. `generated` limits how many generated tokens each KV
-    head keeps, the current one included; None keeps all."""
+    head keeps, the current one included; None keeps all. `mass`: of the tokens that a method may
+    read, a step reads only as many as carry this share of their estimated weights; None reads all.
+    """
 
     asked: int | float
     dense_layers: tuple[int, ...] = ()
     generated: int | None = None
+    mass: float | None = None
 
     def __post_init__(self) -> None:
         if not is_budget(self.asked):
@@ -62,6 +65,8 @@ class Budget:
                 f"budget_generated={self.generated} is no number of tokens: give a whole number from 1, or null for "
                 "all."
             )
+        if self.mass is not None and not 0 < self.mass <= 1:
+            raise BudgetError(f"budget_mass={self.mass} is no share: give a number above 0 and up to 1, like 0.95.")
 
     def most_generated(self, layer: int) -> int | None:
         """Return the most generated tokens that a KV head of layer number `layer` keeps; None for

@@ -34,6 +34,7 @@ from methods.base import AttnInput, Cost, CostError, Grids, LayerSpec, LayerWork
 from methods.base.cost import PeakExtra
 from methods.base.state import queues
 from methods.layers import Select
+from methods.layers.read import PRUNED
 from methods.layers.windowed import Windowed
 from methods.parts import block_cache, costs
 from methods.parts.block_cache import BlockCache
@@ -42,7 +43,7 @@ from methods.tiers.tier import DEVICE
 from methods.tiers.transfer import Arrival
 
 
-class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2, "held": 2}):
+class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2, "held": 2, **PRUNED}):
     """Read in each step the prompt tokens with the largest softmax weights, as product-quantised
     keys approximate them."""
 
@@ -149,6 +150,10 @@ class PQCache(Windowed):
                 f"cache_tokens={self.cache_tokens} holds no block of {self.cache_block} tokens: give 0 for no cache, "
                 "or at least cache_block."
             )
+
+    @property
+    def mass_refusal(self) -> str | None:
+        return "cache_tokens keeps blocks that were read as a whole" if self.cache_tokens else None
 
     @property
     def calibration_tokens(self) -> int:

@@ -30,10 +30,11 @@ from kernels.sink_logits import with_sink
 from methods.base import Attended, AttnInput, CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, Method
 from methods.budget import check_layers
 from methods.layers import Layer, Read, gather_per_head
+from methods.layers.read import PRUNED
 from methods.parts import costs
 
 
-class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
+class QuestRead(Read[int], capturable=True, of_each={"bounds": 2, **PRUNED}):
     """Read in each step as many pages of prompt tokens as the budget holds, those whose keys could
     reach the largest logits. The prompt's last page may be shorter. Each KV head chooses for
     itself, or each query head."""
@@ -64,10 +65,22 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
 
     def read(self, x: AttnInput, plan: int) -> Tensor:
         rows = self.chosen(x.q, plan)
-        since = self.store.since(0 if self.layer.far is not None else self.sealed)  # what came after the seal
+        (since,) = self.always_read()
+        if self.weighs:
+            there = rows.clamp(max=self.sealed - 1) if self.uneven else rows
+            return self.attend(x.q, self.weighted(self._pages(there)), since)
         if self.uneven:
             return self._attend_uneven(x.q, rows, since)
         return self.attend(x.q, self._pages(rows), since)
+
+    def always_read(self) -> list[Segment]:
+        return [self.store.since(0 if self.layer.far is not None else self.sealed)]  # what came after the seal
+
+    def candidates(self) -> Segment:
+        return self.store.between(0, self.sealed)
+
+    def absent(self, rows: Tensor) -> Tensor | None:
+        return rows >= self.sealed if self.uneven else None
 
     def rows_of(self, rows: Tensor, plan: int) -> Tensor:
         return rows.masked_fill(rows >= self.sealed, -1)
@@ -107,11 +120,15 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
 
     @property
     def attended(self) -> Attended:
+        if self.weighs:
+            return super().attended
         read, generated = self.reading[0], super().attended.generated
         return Attended(read.mean().item() if isinstance(read, Tensor) else read, generated)
 
     @property
     def reading(self) -> tuple[float | Tensor, float | Tensor]:
+        if self.weighs:
+            return super().reading
         whole = super().attended
         if self.uneven and self.plan is not None and self.rows is not None:
             return (self.rows < self.sealed).sum(-1).double().mean(1), whole.generated
@@ -136,6 +153,7 @@ class Quest(Method):
     offloads: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
     rows_stay: ClassVar[bool] = True
+    mass_refusal: ClassVar[str | None] = None
     tunable: ClassVar[Grids] = {"page_size": (4, 8, 16, 32), "last_page": (True, False)}
 
     page_size: int = 16
@@ -173,7 +191,9 @@ class Quest(Method):
             choices = 1 + (case.spec.group - 1) / 4
             read = round(case.sealed * (1 - (1 - read / case.sealed) ** choices))
         held = Cost(case.dense_bytes + pages * case.row_bytes).reading((pages + read) * case.row_bytes)
-        return held + costs.sent_away(case, case.sealed, read)
+        listed = case.budget // self.page_size * self.page_size
+        listed *= case.spec.group if self.select_per == "query_head" else 1
+        return held + costs.sent_away(case, case.sealed, read) + costs.estimates(case, case.sealed, listed)
 
     def check_model(self, spec: LayerSpec) -> None:
         check_layers("method.dense_layers", self.dense_layers, spec.num_layers)

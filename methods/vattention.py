@@ -31,9 +31,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from kernels.ragged import filled
 from kernels.reference import Segment
-from kernels.sink_logits import lse_with_sink
 from methods.base import Cost, Grids, LayerWorkload, Plan
 from methods.layers import Select
 from methods.layers.indices import first_places
@@ -72,7 +70,7 @@ class VAttentionRead(Select, capturable=True):
         drawn again has no weight, and the first draw stands for all."""
         keys, scale = self.middle().k if self.keys is None else self.keys, self.spec.scale
         grouped, among = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1), keys.shape[2]
-        always = self._always_lse(grouped)
+        always = self.always_lse(grouped)
         logits = ops.row_scores(grouped, keys) * scale
         lse = torch.logaddexp(always, logits.logsumexp(-1))
         weights, always = (logits - lse.unsqueeze(-1)).exp(), (always - lse).exp()  # [B G g M], [B G g]
@@ -93,17 +91,6 @@ class VAttentionRead(Select, capturable=True):
         added = (times * (among / size)).log().masked_fill(~counts | (first != place), float("-inf"))
         self.log_weights = torch.cat([added.new_zeros(best.shape), added], -1)
         return torch.cat([best, drawn], -1)
-
-    def _always_lse(self, grouped: Tensor) -> Tensor:
-        """Return the log-sum-exp of the logits of all tokens that every step reads, and of the sink
-        logits if the model has them. grouped [B G g D] -> [B G g]"""
-        logits = [
-            part.without_missing(filled(ops.row_scores(grouped, part.k)) * self.spec.scale, float("-inf"))
-            for part in self.always_read()
-            if part.k.shape[2]
-        ]
-        lse = torch.cat(logits, -1).logsumexp(-1)
-        return lse_with_sink(lse.flatten(1), self.spec.sink_logits).view_as(lse)
 
     def _draws(self, count: int, among: int) -> Tensor:
         """Draw `count` numbers below `among` for each KV head, uniform with replacement, [G count].

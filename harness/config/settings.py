@@ -49,6 +49,7 @@ RANGES = {
     **dict.fromkeys(("batch", "prefill_chunk", "threads", "budget_bytes", "budget_generated"), FROM_1),
     **dict.fromkeys(("warmup", "fidelity", "windows.sinks", "generation.top_k"), FROM_0),
     "seed": Range(least=0, most=2**63 - 1),
+    "budget_mass": Range(above=0, most=1, hint="a share of the estimated weights, like 0.95"),
     "comm": Range(above=0, most=1, hint="a share of the key cache, like 0.0078125"),
     "windows.recent_ratio": Range(least=0, below=1),
     "store.ttl_s": Range(above=0, hint="or null for no end"),
@@ -65,7 +66,7 @@ PATHS = ("data.root", "results.root", "store.folder")
 WITHOUT_EFFECT = ("results", "data", "baseline", "dry_run", "wandb", "likelihood", "store.folder")
 # may differ among jobs that share a prefill
 OWN = {
-    "budget", "budget_bytes", "budget_rule", "align", "comm", "windows", "budget_generated",
+    "budget", "budget_bytes", "budget_rule", "align", "comm", "windows", "budget_mass", "budget_generated",
     "placement", "codec", "overlap",
 }  # fmt: skip
 
@@ -171,6 +172,7 @@ class Settings:
     comm: float | None = None
     windows: CommonWindows = field(default_factory=CommonWindows)
     dense_layers: list[int] = field(default_factory=list)
+    budget_mass: float | None = None
     budget_generated: int | None = None
     placement: str = DEVICE
     codec: str | None = None
@@ -240,6 +242,8 @@ class Settings:
                 )
         if self.budget_generated is not None and not self.says_budget:
             yield "budget_generated goes with a budget: set one; budget=1.0 leaves the prompt whole."
+        if self.budget_mass is not None and not self.says_budget:
+            yield "budget_mass goes with a budget, by which a method picks the candidates: set one."
         if self.align != "tokens" and self.budget_rule == "paper":
             yield f"align={self.align} makes bytes equal, budget_rule=paper counts tokens as papers do: leave one out."
         if self.template_kwargs and self.chat == "none":

@@ -61,7 +61,10 @@ class AlignedBudget(Budget):
         """Return the bytes, summed over the layers, that the method moves per step or holds on the
         device (`measure` says which) when it reads `tokens` of `sealed` prompt tokens."""
         how = (sealed, tokens, self.placement, self.element_bytes)
-        costs = [self.method.cost(LayerWorkload(spec, *how, codec=self.codec)) for spec in self.specs]
+        costs = [
+            self.method.cost(LayerWorkload(spec, *how, codec=self.codec, estimated=self.mass is not None))
+            for spec in self.specs
+        ]
         return sum(cost.moved_bytes_per_step if self.measure == "moved_bytes" else cost.device_bytes for cost in costs)
 
     def target(self, tokens: int) -> int:

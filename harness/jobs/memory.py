@@ -275,7 +275,14 @@ def _workloads(
     return [
         LayerWorkload(spec, prompt, prompt, *how)
         if budget is None
-        else LayerWorkload(spec, prompt, budget.tokens(prompt, spec.index), *how, rows=budget.rows(prompt, spec.index))
+        else LayerWorkload(
+            spec,
+            prompt,
+            budget.tokens(prompt, spec.index),
+            *how,
+            budget.mass is not None,
+            budget.rows(prompt, spec.index),
+        )
         for spec in shapes(info, settings.device)
     ]
 

@@ -32,7 +32,7 @@ from methods.tiers.tier import DEVICE
 
 OF_BUDGETS: dict[str, Any] = {  # what a method without a budget has no use for, and the values that say so
     "budget": None, "budget_bytes": None, "budget_rule": "read", "align": "tokens", "dense_layers": [],
-    "budget_generated": None,
+    "budget_generated": None, "budget_mass": None,
 }  # fmt: skip
 
 
@@ -115,15 +115,16 @@ def _budget(settings: Settings, method: Method, info: ModelInfo) -> Budget | Non
         row = info.kv_bytes(settings.dtype, 1) // info.num_layers
         asked = max(1, most_bytes // (row * len(specs)))
     assert asked is not None  # or the method would have been refused
-    plain = Budget(asked, tuple(settings.dense_layers), generated=settings.budget_generated)
+    plain = Budget(asked, tuple(settings.dense_layers), settings.budget_generated, settings.budget_mass)
     if settings.budget_rule == "paper":
-        return PaperBudget(plain.asked, plain.dense_layers, plain.generated, count=method.paper_tokens)
+        return PaperBudget(plain.asked, plain.dense_layers, plain.generated, plain.mass, count=method.paper_tokens)
     if settings.align == "tokens":
         return plain
     return AlignedBudget(
         plain.asked,
         plain.dense_layers,
         generated=plain.generated,
+        mass=plain.mass,
         measure=settings.align,  # type: ignore[arg-type]
         method=method,
         specs=[spec for spec in specs if spec.index not in plain.dense_layers],

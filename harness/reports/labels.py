@@ -21,7 +21,7 @@ NOT_NAMED = ("budget", "budget_bytes", "warmup", *WITHOUT_EFFECT)  # no part of 
 SAID_BY_TABLE = ("dtype", "device", "threads", "placement", "shared_prefill")  # in a line above it, a column, a stamp
 # where they are no default: such rows mean something else by a token, or read another
 COUNTS_ANSWER = "prompt and answer"  # in a summary, of a budget that is all rows of a KV head
-ALWAYS_NAMED = ("budget_rule", "codec")
+ALWAYS_NAMED = ("budget_rule", "budget_mass", "codec")
 # what a run on a GPU writes of these where its method has no use for them (harness/jobs/resolve.py)
 UNUSED: Flat = {"prefill_chunk": None, "overlap": "auto"}
 WHOLE = ("store.", "overflow.")  # keys that their last word does not explain: store.disk, overflow.by

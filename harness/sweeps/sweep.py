@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from harness.jobs.job import Job
 
 OF_A_BUDGET = (
-    "budget", "budget_bytes", "budget_rule", "align", "comm", "windows", "dense_layers", "budget_generated",
+    "budget", "budget_bytes", "budget_rule", "align", "comm", "windows", "dense_layers",
+    "budget_mass", "budget_generated",
 )  # fmt: skip
 QUIET = (
     "hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null", "hydra.sweep.subdir=.",

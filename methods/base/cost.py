@@ -23,6 +23,7 @@ class LayerWorkload:
     element_bytes: int
     reserve: int = 0  # rows kept free for generated tokens
     codec: Codec | None = None  # encodes the tokens in a pool
+    estimated: bool = False  # keys lie on the device in 4 bits, too, to estimate weights (`Budget.mass`)
     rows: int | None = None  # what a KV head may hold of prompt and answer, if the budget counts both (`Budget.rows`)
 
     @property

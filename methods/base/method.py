@@ -68,6 +68,12 @@ class Method(metaclass=_TupleForList):
         return False
 
     @property
+    def mass_refusal(self) -> str | None:
+        """Return why a step of this method cannot read only as many of the tokens that it chose as
+        carry a share of their weights (the setting `budget_mass`); None if it can."""
+        return "it does not choose tokens whose weights a copy of their keys could estimate"
+
+    @property
     def needs(self) -> tuple[str, ...]:
         """Return what this method must be told of a model and cannot be told of each: ROTATION if it
         rotates keys or queries itself, QUERIES if it computes queries."""
@@ -201,6 +207,11 @@ class Method(metaclass=_TupleForList):
         if budget is not None and budget.generated is not None and self.generated_refusal is not None:
             raise BudgetError(
                 f"{name} takes no budget of generated tokens, for {self.generated_refusal}: leave out budget_generated."
+            )
+        if budget is not None and budget.mass is not None and self.mass_refusal is not None:
+            raise BudgetError(
+                f"{type(self).__name__} takes no budget_mass={budget.mass}, for {self.mass_refusal}: leave it out, or "
+                "choose Oracle, Quest or PQCache."
             )
         if budget is None:
             return

@@ -146,7 +146,7 @@ class Layer(Storage, capturable=True):
     def bytes_read(self) -> float:
         """Return the bytes of keys and values that the last step read, in all sequences, in the
         size in which they are held: quantised ones count less. Keys that are rebuilt from factors
-        count as plain rows."""
+        count as plain rows, and copies of keys that estimated weights (`Budget.mass`) on top."""
         rows, heads, (prompt, generated) = self.attends.read_rows(), self.request.batch * self.heads, self.attended
         if rows is None or self.heads != self.spec.num_kv_heads:  # then each head has copies of its own
             coded = 0 if self.far is None else self.far.encoded * heads
@@ -155,7 +155,8 @@ class Layer(Storage, capturable=True):
             coded = 0 if self.far is None else self._count(rows, self.first_far, self.first_far + self.far.encoded)
             tokens = self._count(rows, 0, self.seen) + generated * heads
         size = 2 * self.spec.head_dim * self.request.dtype.itemsize
-        return tokens * size + (coded * (self.far.token_bytes - size) if self.far is not None else 0)
+        copies = 0 if self.reads is None else self.reads.estimate_bytes
+        return tokens * size + copies + (coded * (self.far.token_bytes - size) if self.far is not None else 0)
 
     def state(self) -> dict[str, Tensor]:
         of_policies = {

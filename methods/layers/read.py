@@ -11,16 +11,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kernels import ops
 from kernels.ragged import Ragged, filled
 from kernels.reference import Segment, without_missing
+from kernels.sink_logits import lse_with_sink
 from kernels.step_inputs import to_device
 from methods.base import Attended, AttnInput, Plan
 from methods.layers.indices import first_places, union_per_kv_head
-from methods.layers.policy import Policy
+from methods.layers.policy import OfEach, Policy
 from methods.layers.returned import ReturnedError
+from methods.parts.top_p import RANGE_BYTES, carrying, estimated_logits, quantised_keys
 from methods.tiers.tier import DEVICE
 from methods.tiers.transfer import Arrival
 
+PRUNED: OfEach = {
+    "key_codes": 2,
+    "key_ranges": 2,
+    "choices_read": None,
+}  # for `of_each`, where `Budget.mass` may be set
 PlanT = TypeVar("PlanT")  # says how a budget is spent
 
 
@@ -38,6 +46,8 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
     plan: PlanT | None = None  # None: everything is read
     rows: Tensor | None = None  # the last choice, [B G K] or [B H K]
     log_weights: Tensor | None = None  # of the last choice, fp32, of the same shape; None: all are read and weigh alike
+    key_codes: Tensor | None = None  # [B G M D/2], copies of the keys of all candidates in 4 bits, under `Budget.mass`
+    key_ranges: Tensor | None = None  # [B G M 2], their offsets and steps
     choices_read: Tensor | None = None  # [B] fp64, chosen tokens that a head read since `readings`, the mean over heads
     age = 0  # further steps that the last choice has served
     arrival: Arrival[Segment] | None = None  # rows of a choice that is known, but not read yet
@@ -88,9 +98,11 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         """Prepare, at the end of the prompt, for decode steps that may read `limit` of the stored
         tokens; None for all."""
         self.plan = None if limit is None or limit >= self.store.length else self.split(limit)
-        self.rows = self.arrival = self.log_weights = self.choices_read = None
+        self.rows = self.arrival = self.log_weights = self.choices_read = self.key_codes = self.key_ranges = None
         if self.plan is not None:
             self.prepare(self.plan)
+            if self._mass is not None:
+                self.key_codes, self.key_ranges = quantised_keys(self.candidates().k)
             if self.weighs:
                 self.choices_read = torch.zeros(self.request.batch, dtype=torch.float64, device=self.request.device)
 
@@ -140,8 +152,62 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
 
     @property
     def weighs(self) -> bool:
-        """Return whether `select` gives the chosen tokens log-weights."""
-        return False
+        """Return whether chosen tokens have log-weights: `select` gives them, or those are not read
+        that carry too little of the estimated weights (`Budget.mass`)."""
+        return self._mass is not None
+
+    @property
+    def _mass(self) -> float | None:
+        return None if self.request.budget is None else self.request.budget.mass
+
+    def always_read(self) -> list[Segment]:
+        """Return the segments of the store that every step reads, whatever it chooses."""
+        raise NotImplementedError
+
+    def candidates(self) -> Segment:
+        """Return the keys and values of which a step chooses, if they are still in the store; `select`
+        numbers them from the first one."""
+        raise NotImplementedError
+
+    def absent(self, rows: Tensor) -> Tensor | None:
+        """Return a mask of the entries of `rows`, a choice of `select`, that stand for no token; None
+        if all are tokens."""
+        return None
+
+    def always_lse(self, grouped: Tensor) -> Tensor:
+        """Return the log-sum-exp of the logits of all tokens that every step reads, and of the sink
+        logits if the model has them. grouped [B G g D] -> [B G g]"""
+        logits = [
+            part.without_missing(filled(ops.row_scores(grouped, part.k)) * self.spec.scale, float("-inf"))
+            for part in self.always_read()
+            if part.k.shape[2]
+        ]
+        lse = torch.cat(logits, -1).logsumexp(-1)
+        return lse_with_sink(lse.flatten(1), self.spec.sink_logits).view_as(lse)
+
+    def _pruned(self, q: Tensor, rows: Tensor, mass: float) -> Tensor:
+        """Return the log-weights of a choice of which the tokens are read that carry `mass` of the
+        estimated weights: 0, and minus infinity for the others. q [B H 1 D], rows [B G|H K]"""
+        assert self.key_codes is not None
+        assert self.key_ranges is not None
+        chosen, absent = filled(rows), self.absent(rows)
+        if isinstance(rows, Ragged):
+            absent = torch.arange(chosen.shape[2], device=q.device) >= rows.counts.view(-1, 1, 1)
+        if absent is not None:
+            chosen = chosen.masked_fill(absent, 0)
+        grouped = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
+        logits = estimated_logits(grouped, self.key_codes, self.key_ranges, chosen) * self.spec.scale
+        if absent is not None:
+            logits = logits.masked_fill(absent.unsqueeze(2), float("-inf"))
+        read = carrying(logits, self.always_lse(grouped).view(logits.shape[:3]), mass)
+        return torch.zeros(read.shape, device=q.device).masked_fill(~read, float("-inf"))
+
+    @property
+    def estimate_bytes(self) -> int:
+        """Return the bytes of the copies of keys by which the last step estimated weights."""
+        if self.key_codes is None or self.rows is None:
+            return 0
+        return filled(self.rows).numel() * (self.key_codes.shape[3] + RANGE_BYTES)
 
     @property
     def unread(self) -> Tensor | None:
@@ -175,7 +241,9 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         while `reuse_steps` lasts. Call it exactly once per step."""
         if self.rows is None or self.selects_next:
             self.rows, self.age = self.select(q, top), 0
-            if self.log_weights is not None and isinstance(self.rows, Ragged):
+            if self._mass is not None:
+                self.log_weights = self._pruned(q, self.rows, self._mass)
+            elif self.log_weights is not None and isinstance(self.rows, Ragged):
                 self.log_weights = without_missing(self.log_weights, self.rows.counts, float("-inf"))
             if self.cache.checking:
                 self.check_choice(self.rows, top)
@@ -295,6 +363,9 @@ class Select(Read[Plan], capturable=True):
         if layer.far is not None:
             return [store.since(0)]
         return [store.between(0, self.plan.sinks), store.since(layer.sealed - self.plan.local)]
+
+    def candidates(self) -> Segment:
+        return self.middle()
 
     def middle(self) -> Segment:
         """Return the keys and values between sinks and window, of which the step chooses, if they

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from methods.base import Cost, LayerWorkload, Method, Plan
+from methods.parts.top_p import BITS, RANGE_BYTES
 from methods.tiers.codec import PLAIN, Codec
 from methods.tiers.tier import DEVICE
 
@@ -58,7 +59,16 @@ def select(case: LayerWorkload, plan: Plan, index_bytes: int) -> Cost:
     of `index_bytes` lies on the device, and a step reads all of it."""
     middle = case.sealed - plan.sinks - plan.local
     held = Cost(case.dense_bytes + index_bytes).reading(sum(plan) * case.row_bytes + index_bytes)
-    return held + sent_away(case, middle, plan.top)
+    return held + sent_away(case, middle, plan.top) + estimates(case, middle, plan.top, plan.sinks + plan.local)
+
+
+def estimates(case: LayerWorkload, tokens: int, read: int, always: int = 0) -> Cost:
+    """Return the cost of copies in 4 bits of `tokens` keys, of which a step reads `read` to estimate
+    weights, and the exact keys of `always` tokens as well; nothing if the case asks for none."""
+    key = case.spec.num_kv_heads * (case.spec.head_dim * BITS // 8 + RANGE_BYTES)
+    if not case.estimated:
+        return Cost()
+    return Cost(tokens * key).reading(read * key + always * case.row_bytes // 2)
 
 
 def sent_away(case: LayerWorkload, tokens: int, read: int) -> Cost:

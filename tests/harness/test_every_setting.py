@@ -44,6 +44,7 @@ OTHERS: dict[str, Other] = {
     "windows.sinks": Other(6),
     "windows.recent_ratio": Other(0.4),
     "dense_layers": Other([1]),
+    "budget_mass": Other(0.6),
     "budget_generated": Other(8),
     "placement": Other("host"),
     "codec": Other("int8"),

@@ -46,6 +46,7 @@ READ = (
     "comm",
     "windows",
     "dense_layers",
+    "budget_mass",
     "budget_generated",
     "placement",
     "codec",

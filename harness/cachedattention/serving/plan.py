@@ -28,7 +28,7 @@ VERSION = 3  # of the loop: goes up when its times mean something else
 CLOCKS = ("wall", "busy")
 READ = (  # keys of a run that the loop reads
     "budget", "budget_bytes", "budget_rule", "align", "comm", "windows", "dense_layers",
-    "budget_generated", "placement", "codec", "overlap", "chat", "template_kwargs", "too_long",
+    "budget_mass", "budget_generated", "placement", "codec", "overlap", "chat", "template_kwargs", "too_long",
     "dtype", "device", "prefill_chunk", "seed", "threads", "warmup", "graphs", "backends", "generation",
     "data", "history", "store",
 )  # fmt: skip

@@ -1,0 +1,168 @@
+"""Budgets by mass (Twilight): of what a method chose, a step reads as many tokens as carry a share of the weights that
+keys in 4 bits estimate. Against loops, and the same wherever rows lie, in batches and captured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from harness.engine.attach import attached
+from harness.engine.engine import Engine
+from kernels.dispatch import use_backend
+from methods.base import Budget, BudgetError, Method
+from methods.full import Full
+from methods.layers import Layer
+from methods.oracle import Oracle
+from methods.pqcache import PQCache
+from methods.quest import Quest
+from methods.sparq import SparQ
+from tests.harness.engine import test_slots
+from tests.methods import test_costs as measuring
+from tests.methods.synthetic import SHAPES, Sequences, Shape
+from tests.tape import Tape
+from tests.tiny import prompt, tiny
+
+PROMPT, STEPS = 83, 3
+METHODS: dict[str, Method] = {
+    "oracle": Oracle(sinks=3, recent_ratio=0.25),
+    "pqcache": PQCache(sinks=3, recent_ratio=0.25, b=4),
+    "quest": Quest(page_size=4, min_pages=1, dense_layers=()),
+    "quest-kv-head": Quest(page_size=4, min_pages=1, dense_layers=(), select_per="kv_head"),
+    "quest-uneven": Quest(page_size=4, min_pages=1, dense_layers=(), last_page=False),
+}
+named = pytest.mark.parametrize("name", METHODS)
+
+
+def in_4_bits(key: Tensor) -> Tensor:
+    """One key [D] with an offset and a step of its own; fp16 rounds both outwards, so they are found by search."""
+    least = key.min().half()
+    while least.float() > key.min():
+        least = torch.nextafter(least, torch.tensor(-torch.inf, dtype=torch.float16))
+    step = ((key.max() - least.float()) / 15).half()
+    while step.float() * 15 < key.max() - least.float():
+        step = torch.nextafter(step, torch.tensor(torch.inf, dtype=torch.float16))
+    return ((key - least.float()) / step.float()).round().clamp(0, 15) * step.float() + least.float()
+
+
+@named
+@pytest.mark.parametrize("shape", SHAPES)
+def test_step_equals_loops(name: str, shape: Shape) -> None:
+    """A run without `mass` says the candidates; of its choice as many are read as carry the share."""
+    s, mass = Sequences(shape, PROMPT + STEPS).sharpened(4), 0.6
+    (wide,), (layer,) = s.start(METHODS[name], 35), s.start(METHODS[name], Budget(35, mass=mass))
+    assert isinstance(layer, Layer)
+    for one in (wide, layer):
+        s.seal([one], 0, PROMPT)
+    first = 3 if name in ("oracle", "pqcache") else 0
+    always = {*range(3), *range(PROMPT - 8, PROMPT)} if first else set()
+    group, fewer = shape.heads // shape.groups, 0
+    for position in range(PROMPT, s.length):
+        s.decode([wide], position)
+        (out,) = s.decode([layer], position)
+        candidates, selected = wide.selected_positions(), layer.selected_positions()
+        assert candidates is not None
+        assert selected is not None
+        share = shape.heads // selected.shape[1]  # query heads of a list
+        counts = []
+        for b in range(shape.batch):
+            for number, (chosen, read) in enumerate(zip(candidates[b].tolist(), selected[b].tolist(), strict=True)):
+                kv, heads = number * share // group, range(number * share, (number + 1) * share)
+                k, v = (x[b, kv, : position + 1] for x in (s.k(0), s.v[0]))
+                of_choice = [token for token in chosen if token >= 0 and token not in always]
+                wanted: set[int] = set()
+                for head in heads:
+                    q, keys = s.q(0)[b, head, position], k.clone()
+                    for token in of_choice:
+                        keys[token] = in_4_bits(k[token])
+                    may_read = sorted({*of_choice, *always, *range(PROMPT, position + 1)})
+                    weights = (keys[may_read] @ q * shape.dim**-0.5).softmax(0)
+                    weight = dict(zip(may_read, weights.tolist(), strict=True))
+                    carried = sum(weight[token] for token in may_read if token not in of_choice)
+                    for token in sorted(of_choice, key=lambda token: -weight[token]):
+                        if carried < mass:
+                            wanted.add(token)
+                        carried += weight[token]
+                assert {token for token in read if token >= 0} == wanted | always
+                tokens = sorted(wanted | always | set(range(PROMPT, position + 1)))
+                for head in heads:
+                    exact = (k[tokens] @ s.q(0)[b, head, position] * shape.dim**-0.5).softmax(0) @ v[tokens]
+                    assert_close(out[b, head, 0], exact, atol=1e-5, rtol=1e-5)
+                counts.append(len(wanted | always))
+                fewer += len(of_choice) - len(wanted)
+        assert layer.attended.prompt == pytest.approx(sum(counts) / len(counts))
+    assert fewer > 0
+
+
+def generated(
+    name: str, ids: Tensor, placement: Any = "device", captured: bool = False, mass: float | None = 0.7
+) -> Any:
+    with (
+        use_backend("torch"),
+        attached(tiny("llama"), METHODS[name], budget=Budget(0.5, mass=mass), placement=placement) as kv,
+    ):
+        engine = Engine(kv, graphs=Tape() if captured else None)
+        made = engine.generate(ids, max_new_tokens=8)
+        assert (made.capture_s is not None) == captured
+        return made
+
+
+@pytest.mark.tokens
+@named
+def test_tokens_and_what_was_read_are_the_same_in_each_place_in_batches_and_captured(name: str) -> None:
+    ids = torch.cat([prompt(82, seed=seed) for seed in range(2)])
+    made = generated(name, ids)
+    whole = generated(name, ids, mass=None)
+    assert made.measured["attended_prompt"] < whole.measured["attended_prompt"]
+    places = (("device", True), ("host", False), ("disk", False), ("host", True))
+    for placement, captured in places if METHODS[name].offloads else places[:1]:
+        other = generated(name, ids, placement, captured)
+        assert other.tokens == made.tokens
+        assert other.measured["attended_prompt"] == pytest.approx(made.measured["attended_prompt"])
+        assert placement == "device" or other.measured["moved_bytes_per_step"] > 0
+    alone = [generated(name, row) for row in ids.split(1)]
+    assert [tokens for one in alone for tokens in one.tokens] == made.tokens
+    read = [one.measured["attended_prompt"] for one in alone]
+    assert sum(read) / 2 == pytest.approx(made.measured["attended_prompt"])
+
+
+@named
+def test_the_formula_is_what_is_held_moved_and_read_where_all_candidates_are(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = METHODS[name]
+    if isinstance(method, Quest):
+        method = replace(method, last_page=True, select_per="kv_head")
+    plain = measuring.LayerWorkload
+    monkeypatch.setattr(measuring, "LayerWorkload", lambda *how, **more: plain(*how, **more, estimated=True))
+    for placement in ("device", "host") if method.offloads else ("device",):
+        measuring.assert_near(*measuring.measured(method, Budget(0.3, mass=1.0), placement))
+
+
+def test_methods_without_candidates_refuse_by_name() -> None:
+    for method in (SparQ(), PQCache(cache_tokens=128)):
+        with (
+            pytest.raises(BudgetError, match=f"{type(method).__name__} takes no budget_mass=0.9"),
+            attached(tiny("llama"), method, budget=Budget(0.5, mass=0.9)) as kv,
+        ):
+            kv.cache(capacity=90)
+    with pytest.raises(BudgetError, match=r"budget_mass=0 is no share"):
+        Budget(0.5, mass=0)
+    with attached(tiny("llama"), Full(), budget=Budget(0.5, mass=0.9)) as kv:
+        assert kv.budget is None
+
+
+@pytest.mark.tokens
+@named
+@pytest.mark.parametrize("captured", [False, True], ids=["plain", "captured"])
+def test_sequences_of_unequal_lengths_read_what_they_read_alone(name: str, captured: bool) -> None:
+    """In joint steps, but for Quest with a shorter last page that competes, whose heads step one by one."""
+    with attached(tiny("llama"), METHODS[name], budget=Budget(0.5, mass=0.7)) as kv, use_backend("torch"):
+        wanted = test_slots.alone(test_slots.engine_of(kv))
+        how = {"graphs": Tape()} if captured else {}
+        made = test_slots.together(test_slots.engine_of(kv, **how))
+    test_slots.assert_the_same(made, wanted)
