@@ -98,8 +98,7 @@ class Command:
             for job, reason in failed:
                 by_reason[reason].append(self.labels[job])
             lines = [f"\n{len(dict(failed))} of {len(self.labels)} jobs failed:"]
-            for reason, (label, *more) in by_reason.items():
-                lines.append(f"  {label}{f' and {len(more)} more' if more else ''}: {reason}")
+            lines += [f"  {'; '.join(names)}: {reason}" for reason, names in by_reason.items()]
             (say if self.finished else warn)("\n".join(lines))
         return 1 if self.failed else 0
 

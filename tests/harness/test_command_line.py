@@ -53,6 +53,7 @@ def test_what_ends_several_jobs_is_said_once(cli: Cli, words: list[str], jobs: i
     assert failed in first
     assert others[1:2] == ([f"{jobs} of {jobs} jobs failed:"] if jobs > 1 else [])
     assert len(others) == (3 if jobs > 1 else 0)
+    assert jobs == 1 or others[2].count("; ") >= jobs - 1  # all are named
 
 
 BROKEN = """from dataclasses import dataclass
