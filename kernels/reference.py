@@ -161,7 +161,9 @@ def _parts(segment: Segment, groups: int) -> tuple[Tensor, Tensor]:
     """Return keys and values of the tokens that a segment names, [B groups K D] each, repeated so
     that there are `groups` heads. Values of tokens that are missing or not read are zero, since
     zero weight times NaN is NaN."""
-    k, v = (_rows_of(x, segment.rows, groups) for x in (segment.k, segment.v))
+    rows = segment.rows  # those from `live` on may be any numbers
+    rows = None if rows is None else segment.without_missing(rows, 0)
+    k, v = (_rows_of(x, rows, groups) for x in (segment.k, segment.v))
     if (added := segment.weights_of(v.shape[2])) is not None:
         v = v.masked_fill(_of_groups(added == float("-inf"), groups).unsqueeze(3), 0)
     return k, segment.without_missing(v.transpose(2, 3), 0).transpose(2, 3)

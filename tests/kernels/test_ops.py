@@ -187,6 +187,23 @@ def test_log_weights_count_rows_several_times(backend: str) -> None:
     assert not out.any()
 
 
+@pytest.mark.parametrize("backend", ops.segment_attention.targets)
+def test_rows_that_are_not_live_may_be_any_numbers(backend: str) -> None:
+    rows, live = torch.tensor([[[3, 1, 900, 7]], [[2, 0, 6, 900]]]), torch.tensor([2, 3])
+    q, k, v = converted((random(1, 2, 2, 1, 16), random(2, 2, 1, 9, 16), random(3, 2, 1, 9, 16)), torch.float32, "cpu")
+    segments = [reference.Segment(k, v, rows, live)]
+    if reason := ops.segment_attention.refusal(backend, q, segments, 0.3) or device_of(backend) != "cpu":
+        pytest.skip(str(reason))
+    with use_backend(backend):
+        got = ops.segment_attention(q, segments, 0.3)
+    for sequence, count in enumerate(live.tolist()):
+        chosen = rows[sequence, 0, :count]
+        wanted = scaled_dot_product_attention(
+            q[sequence], k[sequence, :, chosen].expand(2, -1, -1), v[sequence, :, chosen].expand(2, -1, -1), scale=0.3
+        )
+        assert_close(got[sequence], wanted)
+
+
 @pytest.mark.parametrize("layout", ["by row", "by channel", "unequal", "unequal by channel"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=NAMES.get)
 @pytest.mark.parametrize("backend", ops.partial_products.targets)
