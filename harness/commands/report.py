@@ -41,11 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.html and (options.html.suffix == ".html" or options.html.is_file()):
         parser.error(f"--html {options.html}: takes a folder, and writes index.html there: name one without .html")
+    if others := [f"--{name}" for name in ALONE if options.leaderboard and getattr(options, name)]:
+        parser.error(f"--leaderboard shows CSV files and no runs: use {others[0]} in a command of its own")
     if options.leaderboard:
-        if others := [f"--{name}" for name in ALONE if getattr(options, name)]:
-            parser.error(f"--leaderboard shows CSV files and no runs, so {others[0]} needs a command of its own")
-        if options.leaderboard.is_dir():
-            parser.error(f"--leaderboard {options.leaderboard}: takes a file, and this is a folder: add a name.html")
         from harness.reports.leaderboard import write_leaderboard  # matplotlib, as below
 
         say(f"wrote {write_leaderboard(options.leaderboard, options.folders)}")
@@ -122,10 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tex", type=typed, metavar="FILE", help="the same tables in LaTeX (booktabs)")
     parser.add_argument("--html", type=typed, metavar="FOLDER", help="one page to look through: FOLDER/index.html")
     parser.add_argument(
-        "--leaderboard",
-        type=typed,
-        metavar="FILE",
-        help="one page of the rows of all CSV files in DIR (of --csv), or of those that this repository publishes",
+        "--leaderboard", type=typed, metavar="FILE", help="a page of all rows published here, or of CSVs in DIR"
     )
     parser.add_argument(
         "--against", metavar="METHOD", help="hold all rows against this one too, paired: snapkv, 'snapkv 20%%'"

@@ -99,7 +99,7 @@ def measurements(table: Comparison) -> list[Column]:
                 values=[(row["full"] or {}).get("diff") for row in rows],
             ),
             Column("p", "", starred, values=ps),
-            _cost_difference(table),
+            cost_difference(table),
         ]
     fidelity = [row["fidelity"] or {} for row in rows]
     p50, p90 = quantities({key: [row["tpot_s"][key] for row in rows] for key in ("p50", "p90")}, SECONDS)
@@ -141,7 +141,7 @@ def likelihoods(table: Comparison) -> list[Column]:
     return [
         *names(table.entries),
         number("NLL", "nats/token", [cost.get("mean") for cost in own]),
-        _cost_difference(table),
+        cost_difference(table),
         Column("mean", "nats", [signed(mean) for mean in means], values=means),
         _cost_p(table),
         counts("n", [cost.get("n") for cost in own]),
@@ -187,10 +187,10 @@ def _perplexities(table: Comparison) -> list[Column]:
     difference to Full with its p."""
     means = [(entry.summary["likelihood"] or {}).get("mean") for entry in table.entries]
     values = [None if mean is None else exp(mean) for mean in means]
-    return [number("perplexity", "", values), _cost_difference(table), _cost_p(table)]
+    return [number("perplexity", "", values), cost_difference(table), _cost_p(table)]
 
 
-def _cost_difference(table: Comparison) -> Column:
+def cost_difference(table: Comparison) -> Column:
     """Return a column with the difference in the negative log-likelihood (cost) of right answers
     between each row and Full."""
     costs = [entry.cost for entry in table.entries]

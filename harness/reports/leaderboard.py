@@ -2,8 +2,8 @@
 prompts, since rows compare only where their prompts are the same.
 
 The rows are those of CSV files that `harness.report --csv` wrote, so a new file or method needs no change
-here. A table NAME takes bytes read and times from NAME_read and NAME_times, which repeat its rows on other
-prompts.
+here, and columns are those of a report's first table. A table NAME takes bytes read and times from
+NAME_read and NAME_times, which repeat its rows on other prompts.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evals.stats import ALPHA
 from harness.config.catalogue import Entry, entries, experiments
-from harness.reports.columns import nats_with_ci
-from harness.reports.compare import asked
+from harness.reports.columns import cost_difference, overview
+from harness.reports.compare import PERPLEXITY, Comparison, ReportRow
 from harness.reports.document import ReportTable
 from harness.reports.labels import budget
 from harness.reports.notes import stamp_meanings
 from harness.reports.page import filled, listed, table_html
 from harness.reports.papers import PUBLISHED
 from harness.results import files
+from harness.results.measures import MEASURES
 from harness.results.records import StoreError
-from harness.terminal.tables import BYTES, SECONDS, Column, number, quantity, share, with_ci
+from harness.results.run_folder import StoredRun
+from harness.terminal.tables import BYTES, Column, quantity
 from methods.tiers.tier import TIERS, bytes_key
 
 Row = Mapping[str, str]  # of a CSV file; what is unknown is empty or missing
 KNOWN_BY = {"label", "command", "presets.method", "score.mean"}  # columns of a report's rows, not of other CSV files
 APART = {"read": "bytes read", "times": "TT2T and TPOT"}  # what NAME_read and NAME_times add to the rows of NAME
-FULL, PRESS, TUNED, REFERENCE = "full", "kvpress", "_tuned", "reference"
+FULL, PRESS, REFERENCE = "full", "kvpress", "reference"
 KINDS = {"evicts": r"\bevicts?\b", "reads a part": r"\b(selects?|samples?|draws?)\b", "quantises": r"\bbits\b"}
-FILTERS = ("table", "task", "model", "method", "setting", "kind", "budget")
+FILTERS = ("table", "task", "model", "method", "budget", "setting", "kind")
 TITLE = "KV-cache methods: all published tables"
 INTRODUCTION = (
     "Rows compare within a table alone, where all have the same prompts; numbers of different tables do not compare.",
-    "*: differs from Full after Holm's correction over the table. Scores 0 to 100 with 95 % intervals; "
-    "NLL: cost of the right answer, in nats per token, less is better.",
+    "*: differs from Full after Holm's correction over the table. NLL: cost of the right answer; less is better.",
     "KV dev, KV host: most bytes of keys, values and index held there; moved, read: bytes of a decode step, the mean; "
     "TT2T: time to the second token, TPOT: time of each further one, medians.",
     "In a command, DATA stands for the folder of your data sets.",
@@ -101,9 +101,8 @@ def published_tables(folders: Sequence[Path]) -> list[PublishedTable]:
             reader = csv.DictReader(file)
             for row in reader if KNOWN_BY.issubset(reader.fieldnames or ()) else ():
                 by_name[row.get("experiment") or path.stem].append(row)
-    repeats = {f"{name}_{word}" for name in by_name for word in APART}
     tables = []
-    for name in by_name.keys() - repeats:
+    for name in by_name.keys() - {f"{name}_{word}" for name in by_name for word in APART}:
         repeated = {word: {_key(row): row for row in by_name.get(f"{name}_{word}", ())} for word in APART}
         alike: dict[tuple[str, ...], list[PublishedRow]] = defaultdict(list)
         for own in by_name[name]:
@@ -129,22 +128,31 @@ def _number(row: Row, key: str) -> float | None:
     return float(text) if text else None
 
 
-def _numbers(rows: Sequence[Row], key: str) -> list[float | None]:
-    return [_number(row, key) for row in rows]
+def _estimate(row: Row, section: str, key: str) -> dict[str, Any]:
+    """Return a number of a section of a run's summary, with its interval and its p."""
+    known = {name: _number(row, f"{section}.{name}") for name in (key, "p", "ci95.low", "ci95.high")}
+    ends = [known["ci95.low"], known["ci95.high"]]
+    return known | {"ci95": None if None in ends else ends}
 
 
-def _interval(row: Row, key: str) -> list[float] | None:
-    low, high = _number(row, f"{key}.low"), _number(row, f"{key}.high")
-    return None if low is None or high is None else [low, high]
-
-
-def _summary(row: Row) -> dict[str, Any]:
-    """Return the section `budget` of the row's summary, as far as the budget's name needs it."""
-    size = _number(row, "budget.asked")
-    layers = json.loads(row.get("budget.layers") or "null")
-    size = int(size) if size is not None and size > 1 else size  # a number of tokens, not a share
-    known = {"asked": size, "bytes": _number(row, "budget.bytes"), "layers": layers, "counts": row.get("budget.counts")}
-    return {"budget": known}
+def _entry(row: PublishedRow) -> ReportRow:
+    """Return the row as a report has it, with those parts of its summary that the first table shows."""
+    own, times, size = row.own, row.apart.get("times", row.own), _number(row.own, "budget.asked")
+    summary = {
+        "score": _estimate(own, "score", "mean"),
+        "full": _estimate(own, "full", "diff"),
+        "likelihood": _estimate(own, "likelihood", "mean") | {"full": _estimate(own, "likelihood.full", "diff")},
+        "memory": {key: _number(own, f"memory.{key}") for key in (*MEASURES, *map(bytes_key, TIERS))},
+        **{key: {"p50": _number(times, f"{key}.p50")} for key in ("tt2t_s", "tpot_s")},
+        "budget": {"counts": own.get("budget.counts"), "layers": json.loads(own.get("budget.layers") or "null")}
+        | {
+            "asked": int(size) if size is not None and size > 1 else size,
+            "bytes": _number(own, "budget.bytes"),
+        }  # tokens or a share
+        | {"attended": {"share": _number(own, "budget.attended.share")}},
+    }
+    p, cost_p = _number(own, "full.p_holm"), _number(own, "likelihood.full.p_holm")
+    return ReportRow(StoredRun(Path(), {}, {}, [], "complete"), None, summary, own["label"], None, p, cost_p)
 
 
 @cache
@@ -152,10 +160,11 @@ def _catalogue() -> Mapping[str, Entry]:
     return {entry.name: entry for entry in entries("method")}
 
 
-def _facts(table: PublishedTable, row: Row) -> dict[str, list[str]]:
+def _facts(table: PublishedTable, row: PublishedRow) -> dict[str, list[str]]:
     """Return the values of a row for each of `FILTERS`."""
-    values = [table.name], [_task(row)], [row["model"]], [_method(row)], [_setting(row)], _kinds(row)
-    return dict(zip(FILTERS, (*values, [budget(_summary(row)) or "none"]), strict=True))
+    own, size = row.own, budget(_entry(row).summary) or "none"
+    values = [table.name], [_task(own)], [own["model"]], [_method(own)], [size], [_setting(own)], _kinds(own)
+    return dict(zip(FILTERS, values, strict=True))
 
 
 def _task(row: Row) -> str:
@@ -173,16 +182,14 @@ def _setting(row: Row) -> str:
     if row["method"] in (FULL, PRESS):
         return REFERENCE if row["method"] == FULL else PRESS
     changed = row["label"] != preset or (preset in _catalogue() and _catalogue()[preset].base)
-    return "tuned" if preset.endswith(TUNED) else "other" if changed else "authors'"
+    return "tuned" if preset.endswith("_tuned") else "other" if changed else "authors'"
 
 
 def _kinds(row: Row) -> list[str]:
     """Return how a row's method saves, by the rule on its card and the row's codec; several for a composition."""
     entry = _catalogue().get(row["presets.method"]) or _catalogue().get(row["method"])
-    rule = entry.facts().get("rule", "") if entry else ""
-    coded = ["quantises"] * (" codec=" in row["command"])
-    kinds = [kind for kind, pattern in KINDS.items() if re.search(pattern, rule)]
-    return list(dict.fromkeys(kinds + coded)) or ["reads everything"]
+    rule = (entry.facts().get("rule", "") if entry else "") + " bits" * (" codec=" in row["command"])
+    return [kind for kind, pattern in KINDS.items() if re.search(pattern, rule)] or ["reads everything"]
 
 
 def command_of(row: Row) -> str | None:
@@ -194,18 +201,13 @@ def command_of(row: Row) -> str | None:
 
 def _filters(tables: Sequence[PublishedTable]) -> str:
     """Return the form with a choice for each of `FILTERS`, which the page shows where scripts run."""
-    facts = [_facts(table, row.own) for table in tables for row in table.rows]
+    facts = [_facts(table, row) for table in tables for row in table.rows]
     choices = ""
     for name in FILTERS:
-        values = sorted({value for known in facts for value in known[name]}, key=_natural)
+        values = sorted({value for known in facts for value in known[name]})
         options = "".join(f"<option>{escape(value)}</option>" for value in values)
         choices += f'<label>{name}<select name="{name}"><option value="">all</option>{options}</select></label>'
     return f'<form class="filters" hidden>{choices}<button type="reset">Reset</button><output></output></form>'
-
-
-def _natural(text: str) -> list[tuple[int, str]]:
-    """Return a key that sorts 2k before 10k."""
-    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", text)]
 
 
 def _section(table: PublishedTable) -> Iterator[str]:
@@ -214,21 +216,15 @@ def _section(table: PublishedTable) -> Iterator[str]:
     known = experiments()
     if found := known.get(f"tables/{table.name}") or known.get(f"small/{table.name}"):
         yield f"<p>{escape(found.headline)}</p>"
-    rows = [row.own for row in table.rows]
-    yield f"<p class=soft>{escape(_conditions(rows))}</p>"
+    yield f"<p class=soft>{escape(_conditions([row.own for row in table.rows]))}</p>"
     apart = {word: [row.apart[word] for row in table.rows if word in row.apart] for word in APART}
     more = [f"{APART[word]}: {_conditions(repeated)}" for word, repeated in apart.items() if repeated]
-    used = "".join(row.get("stamps", "") for row in rows)
+    used = "".join(row.own.get("stamps", "") for row in table.rows)
     more += [f"stamp {stamp}: {meaning}" for stamp, meaning in stamp_meanings().items() if stamp in used]
-    yield (
-        f"<details><summary>Conditions of other columns, and stamps</summary>{listed(more, 'soft')}</details>"
-        if more
-        else ""
-    )
-    facts = [_facts(table, row) for row in rows]
-    attributes = [
-        "".join(f' data-{name}="{escape("|".join(values))}"' for name, values in known.items()) for known in facts
-    ]
+    if more:
+        yield f"<details><summary>Conditions of other columns, and stamps</summary>{listed(more, 'soft')}</details>"
+    facts = [_facts(table, row) for row in table.rows]
+    attributes = ["".join(f' data-{name}="{escape("|".join(known[name]))}"' for name in FILTERS) for known in facts]
     shown = ReportTable(f"{table.name}: scores, bytes and times", list(_columns(table, facts)))
     yield table_html(shown, attributes, [_origin(row) for row in table.rows])
 
@@ -240,13 +236,13 @@ def _conditions(rows: Sequence[Row]) -> str:
     words = [[word for word in shlex.split(row["command"]) if "=" in word] for row in rows]
     shared = [word for word in words[0] if all(word in others for others in words)]
     settings = " ".join(word for word in shared if not word.startswith(("method", "model=", "data.root=")))
-    facts = [_among(rows, key) for key in ("device_name", "cpu")]
-    facts += [f"{key} {_among(rows, key)}" for key in ("threads", "torch")] + [f"commit {_among(rows, 'commit', 7)}"]
+    machine = ", ".join(dict.fromkeys(_among(rows, key) for key in ("device_name", "cpu")))
     days = sorted(day for key in ("started", "ended") for day in _among(rows, key, 10).split(", "))
     return (
         f"{first['num_examples']} prompts of {low:.0f} to {high:.0f} tokens (median {middle:.0f}), "
-        f"protocol={first['protocol']}, seed={first['seed']}; all rows: {settings}; "
-        f"{', '.join(dict.fromkeys(facts))}; {' to '.join(dict.fromkeys((days[0], days[-1])))}"
+        f"protocol={first['protocol']}, seed={first['seed']}; all rows: {settings}; {machine}, "
+        f"threads {_among(rows, 'threads')}, torch {_among(rows, 'torch')}, commit {_among(rows, 'commit', 7)}; "
+        f"{' to '.join(dict.fromkeys((days[0], days[-1])))}"
     )
 
 
@@ -256,58 +252,28 @@ def _among(rows: Sequence[Row], key: str, length: int | None = None) -> str:
 
 
 def _columns(table: PublishedTable, facts: Sequence[Mapping[str, Sequence[str]]]) -> Iterator[Column]:
-    """Yield the columns of a table: what names a row, then what was measured."""
-    rows = [row.own for row in table.rows]
-    yield Column("method", "", [row["label"] for row in rows], left=True)
+    """Yield the columns of a report's first table, bytes read, and what a row is. Nothing is left empty, but what is
+    zero in all rows has no column."""
+    metric = PERPLEXITY if any(row.own.get(f"score.averages.{PERPLEXITY}") for row in table.rows) else ""
+    comparison = Comparison(table.title, metric, [_entry(row) for row in table.rows])
+    reads = [_number(row.apart.get("read", row.own), "memory.read_bytes_per_step") for row in table.rows]
+    costs = {"NLL\nvs Full": cost_difference(comparison)}  # with its interval
+    for column in (*overview(comparison), quantity("read", reads, BYTES, "/step")):
+        column = costs.get(column.head, column)
+        empty = "none" if column.head == "budget" else "not measured"
+        at_full = REFERENCE if "full" in column.head.lower() else empty  # Full is what differences are to
+        words = [at_full if row.own["method"] == FULL else empty for row in table.rows]
+        if not column.empty or not any(value is not None for value in column.values):
+            yield replace(column, cells=[cell or word for cell, word in zip(column.cells, words, strict=True)])
     for name in ("setting", "kind"):
         yield Column(name, "", [" + ".join(known[name]) for known in facts], left=True)
-    yield Column("budget", "", [known["budget"][0] for known in facts], values=[asked(_summary(row)) for row in rows])
-    for column in _measured(table):
-        empty = [REFERENCE if "Full" in column.head and row["method"] == FULL else "not measured" for row in rows]
-        yield replace(column, cells=[cell or words for cell, words in zip(column.cells, empty, strict=True)])
-    yield Column("stamps", "", [row.get("stamps", "") for row in rows], left=True)
-
-
-def _measured(table: PublishedTable) -> Iterator[Column]:
-    """Yield the columns of scores, bytes and times, with empty cells for what is unknown."""
-    rows = [row.own for row in table.rows]
-    reads, times = ([row.apart.get(word, row.own) for row in table.rows] for word in APART)
-    perplexities = _numbers(rows, "score.averages.perplexity")
-    if any(perplexities):
-        yield number("perplexity", "", perplexities)
-    else:
-        scores, diffs = _numbers(rows, "score.mean"), _numbers(rows, "full.diff")
-        cells = [with_ci(score, _interval(row, "score.ci95")) for score, row in zip(scores, rows, strict=True)]
-        yield Column("score", "95 % CI", cells, values=scores)
-        cells = [with_ci(diff, _interval(row, "full.ci95"), sign=True) for diff, row in zip(diffs, rows, strict=True)]
-        yield Column("vs Full", "95 % CI", _starred(cells, rows, "full.p_holm"), values=diffs)
-    diffs, key = _numbers(rows, "likelihood.full.diff"), "likelihood.full.ci95"
-    cells = [nats_with_ci({"diff": diff, "ci95": _interval(row, key)}) for diff, row in zip(diffs, rows, strict=True)]
-    yield Column("NLL\nvs Full", "nats, 95 % CI", _starred(cells, rows, "likelihood.full.p_holm"), values=diffs)
-    yield share("attended", _numbers(rows, "budget.attended.share"))
-    for name, tier in TIERS.items():
-        sizes = _numbers(rows, f"memory.{bytes_key(name)}")
-        if name != "disk" or any(sizes):
-            yield quantity(tier.head, sizes, BYTES)
-    for head, sources in {"moved": rows, "read": reads}.items():
-        yield quantity(head, _numbers(sources, f"memory.{head}_bytes_per_step"), BYTES, "/step")
-    for head in ("TT2T", "TPOT"):
-        yield quantity(head, _numbers(times, f"{head.lower()}_s.p50"), SECONDS)
-
-
-def _starred(cells: Sequence[str], rows: Sequence[Row], key: str) -> list[str]:
-    """Return the cells with a star where the p of their row is below ALPHA."""
-    ps = _numbers(rows, key)
-    return [cell + "*" * (p is not None and p < ALPHA) for cell, p in zip(cells, ps, strict=True)]
+    yield Column("stamps", "", [row.own.get("stamps", "") for row in table.rows], left=True)
 
 
 def _origin(row: PublishedRow) -> str:
     """Return the HTML of a row's last cell: its commands, its scores by group, and its warnings."""
     parts = ""
-    for what, source in {
-        "scores and bytes": row.own,
-        **{APART[word]: rows for word, rows in row.apart.items()},
-    }.items():
+    for what, source in {"scores and bytes": row.own, **{APART[word]: own for word, own in row.apart.items()}}.items():
         gone = f"This version lacks {source['presets.method']}; commit {source.get('commit')} has it."
         command = command_of(source)
         parts += f"<p>{what}</p>" + (f"<code>{escape(command)}</code>" if command else f"<p>{escape(gone)}</p>")
