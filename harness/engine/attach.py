@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TypeVar
@@ -38,6 +39,7 @@ from methods.base import (
     LayerSpec,
     LayerWorkload,
     Method,
+    RepeatPrompts,
     Request,
     refuse_other_than_method,
 )
@@ -49,6 +51,7 @@ from methods.tiers.pinned_memory import PinnedReservation
 from methods.tiers.tier import DEVICE, HOST, TIERS
 from methods.tiers.transfer import shared_engine
 
+Run = Callable[[Tensor, KVCache], object]  # a forward of token ids [B T]
 AnyCache = TypeVar("AnyCache", bound=KVCache)
 _prepared: WeakKeyDictionary[PreTrainedModel, dict[Method, tuple[object, float]]] = WeakKeyDictionary()
 
@@ -72,6 +75,7 @@ class Attachment:
         disk: Path | None = None,
         overlap: bool = False,
         capacity: int | None = None,
+        repeat_prompts: RepeatPrompts | None = None,
     ) -> None:
         refuse_other_than_method(method)
         if capacity is not None:
@@ -90,6 +94,7 @@ class Attachment:
         self.reuse_steps = reuse_steps
         self.placement = placement
         self.codec, self.disk, self.capacity = codec, disk, capacity
+        self.repeat_prompts = repeat_prompts or RepeatPrompts()
         self.ahead = overlap and placement != DEVICE  # without placement, only a store of conversations moves rows
         self.engine = shared_engine(model.device)
         note_devices({weight.device for weight in model.parameters()})
@@ -121,6 +126,7 @@ class Attachment:
             disk=self.disk,
             prepared=self.prepared,
             grows=grows,
+            repeat_prompts=self.repeat_prompts,
         )
 
     def start(self, kind: type[AnyCache], *, capacity: int, batch: int = 1, grows: bool = False) -> AnyCache:
@@ -135,7 +141,24 @@ class Attachment:
         cache = kind(start_layers(self.model_specs, state, self.method.start), state)
         cache.rotary = self.rotary
         cache.closes_early = request.placement != DEVICE or self.method.closes_early
+        cache.read_again = partial(self.read_again, self._run) if self.method.repeats else None
         return cache
+
+    @torch.no_grad()
+    def read_again(self, run: Run, cache: KVCache, prompt: Tensor) -> None:
+        """Have the model read the complete prompt [B S] of `cache` again, as the method asks for
+        (`Method.repetitions`); nothing of it is stored. `run`: a forward of the model. A prompt that
+        is read whole is not repeated."""
+        tokens, asked = prompt.shape[1], self.budget
+        if asked is None or all(self.method.reads_all(tokens, asked.tokens(tokens, x.index)) for x in self.specs):
+            return
+        for ids, piece in self.method.repetitions(prompt, self.repeat_prompts):
+            with cache.repeating(piece):
+                run(ids, cache)
+
+    def _run(self, ids: Tensor, cache: KVCache) -> object:
+        places = cache.positions(ids.shape[1], ids.device)
+        return self.model(ids, position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
     def _reservation(self, request: Request) -> PinnedReservation | None:
         """Reserve pinned host memory for all keys and values that a cache may send there, so that
@@ -254,6 +277,7 @@ def attached(
     disk: Path | None = None,
     overlap: bool = False,
     capacity: int | None = None,
+    repeat_prompts: RepeatPrompts | None = None,
 ) -> Iterator[Attachment]:
     """Attach `method` to `model` for the length of the block: every call of this model, also by
     `model.generate`, then computes attention by the method, on a KV cache of this project and
@@ -270,8 +294,10 @@ def attached(
     folder for placement=disk; None: the system's temporary one. `overlap`: load rows from host or
     disk while the model computes, where the method knows early enough which. `capacity`: tokens,
     prompts and answers of all turns together, that a cache has room for where a call brings none;
-    None: the prompt and 1,024, growing."""
-    attachment = Attachment(model, method, budget, placement, calibration, reuse_steps, codec, disk, overlap, capacity)
+    None: the prompt and 1,024, growing. `repeat_prompts`: with which words the model is asked to
+    repeat a prompt, for KVzip (harness/prompts/repeating.py makes them); None: with none."""
+    given = (budget, placement, calibration, reuse_steps, codec, disk, overlap, capacity, repeat_prompts)
+    attachment = Attachment(model, method, *given)
     with routed(model, LoopCalls(attachment.cache_of_call)), closing(attachment):
         yield attachment
     attachment.warn_of_unsealed()

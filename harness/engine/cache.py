@@ -7,7 +7,8 @@ of tokens in a forward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +19,12 @@ from transformers import Cache
 from harness.engine.rotation import TextRotary
 from harness.models.devices import current
 from kernels.step_inputs import StepInputs
-from methods.base import AttnInput, CacheState, KVLayer, NextRow
+from methods.base import AttnInput, CacheState, KVLayer, NextRow, Piece
 from methods.base.state import StepCounters
 from methods.layers.returned import check_rows
 from methods.tiers.traffic import Traffic
 
+Read = Callable[["KVCache", Tensor], None]  # lets the model read a prompt again, ids [B S]
 State = Callable[[int], Mapping[str, Tensor]]  # waits for the state of a layer and returns it
 
 
@@ -45,6 +47,8 @@ class KVCache(Cache):
     rotary: TextRotary | None = None  # rotates the text by its length; None if all texts are rotated alike
     prompt_tokens = 0  # length of the whole text up to the answer, where `rotary` needs it
     recomputed = 0  # how often the text was computed again because it outgrew its rotation
+    read_again: Read | None = None  # has the model repeat the first prompt; None: its method learns nothing from that
+    piece: Piece | None = None  # what the forward that is under way repeats of the prompt
 
     def __init__(self, layers: Sequence[KVLayer], state: CacheState) -> None:
         """`state`: what all layers share, such as the request and the counts of steps and traffic;
@@ -63,12 +67,17 @@ class KVCache(Cache):
         self._hooked: int | None = None  # the layer whose attention call is being prepared
         self.stages: set[int] = set()  # stages of rotation of the tokens so far (`TextRotary.stage`)
         self._text: list[Tensor] = []  # [B T] each, the pieces of the text that are known
+        self._prompt: list[Tensor] = []  # [B T] each, the pieces of the first prompt, if `read_again` needs them
 
     def seal(self) -> None:
         """End the prompt: seal all layers that have not closed yet. When a layer is sealed, its
         method chooses, indexes or moves what the prompt has left; from then on tokens come one at a
         time."""
         self.await_layers()
+        if self.read_again is not None and self._prompt:
+            self.read_again(self, torch.cat(self._prompt, 1))
+        self.read_again = None
+        self._prompt.clear()
         for layer in range(len(self.layers)):
             if layer not in self._closed:
                 self.close(layer)
@@ -138,9 +147,28 @@ class KVCache(Cache):
     def _await(self, layer: int) -> None:
         self.layers[layer].restore(self._awaited.pop(layer)(layer))
 
-    def begin(self) -> None:
-        """Prepare for a forward of the model, of which no token has arrived yet."""
+    def begin(self, ids: Tensor | None = None) -> None:
+        """Prepare for a forward of the model, of which no token has arrived yet. `ids` [B T]: its
+        tokens, if they are known."""
         self._arriving = 0
+        if ids is not None:
+            self.note_prompt(ids)
+
+    def note_prompt(self, ids: Tensor) -> None:
+        """Remember token ids [B T] of the first prompt, if the model is to read it again before the
+        seal."""
+        if self.read_again is not None and self.piece is None and not (self.sealed or self._further):
+            self._prompt.append(ids)
+
+    @contextmanager
+    def repeating(self, piece: Piece) -> Iterator[None]:
+        """Let the forward in the block repeat a piece of the prompt: layers attend to what they hold
+        and store nothing, and no token is counted."""
+        before, self.piece = self.num_tokens, piece
+        try:
+            yield
+        finally:
+            self.num_tokens, self.piece = before, None
 
     def end(self) -> None:
         """Count the tokens of a forward of the model that has ended, once its layers have done what
@@ -183,7 +211,7 @@ class KVCache(Cache):
     def text_lengths(self, arriving: int) -> list[int]:
         """Return the lengths of the texts to which the next tokens belong, by which the model
         rotates them: one number for all rows, or one per row."""
-        return [self.note_length(self.num_tokens + arriving)]
+        return [self.note_length(self.num_tokens + (arriving if self.piece is None else 0))]
 
     def note_length(self, tokens: int) -> int:
         """Return the length of the text by which the next forward is rotated, whose last token is
@@ -265,6 +293,8 @@ class KVCache(Cache):
 
     def attend(self, layer: int, x: AttnInput) -> Tensor:
         """Compute attention of one layer. Return [B H T D]."""
+        if self.piece is not None:
+            return self.layers[layer].repeat(x, self.piece)
         if not self._arriving:
             self.expect(x.k.shape[0], x.k.shape[2])
         if not self.sealed:

@@ -162,6 +162,8 @@ class Engine:
         batch, capacity = prompt.shape[0], prompt.shape[1] + max_new_tokens
         cache = self.attachment.start(KVCache, capacity=capacity, batch=batch)
         cache.expect_text(prompt)
+        if cache.read_again is not None:
+            cache.read_again = partial(self.attachment.read_again, self.run)
         if self.fidelity:
             cache.watch = Fidelity(self.attachment.model_specs, cache.state.request, self.fidelity, shared)
         return cache

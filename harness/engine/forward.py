@@ -74,7 +74,7 @@ class BlockForward:
         `complete(layer)` is called when the last chunk has passed that layer."""
         if self.decoder.embed_tokens.weight.data_ptr() != self.embedding.data_ptr():
             raise UnsupportedError("The model was moved or converted after this engine was made: make a new Engine.")
-        cache.begin()
+        cache.begin(torch.cat(list(chunks), 1) if cache.read_again is not None else None)
         if len(chunks) > 1:
             cache.expect(len(chunks[0]), sum(ids.shape[1] for ids in chunks))
         inputs = [embedding(ids, self.embedding) for ids in chunks]

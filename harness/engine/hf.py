@@ -134,7 +134,7 @@ class _Forwards:
         if self.prepare is not None:
             args, kwargs = (), self.prepare(module, args, kwargs)
         if isinstance(cache := kwargs.get("past_key_values"), KVCache):
-            cache.begin()
+            cache.begin(args[0] if args else kwargs.get("input_ids"))
             if self.rotary is not None:
                 self.rotary.lengths = cache.text_lengths(_arriving(args, kwargs))
         torch.set_grad_enabled(False)

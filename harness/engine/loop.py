@@ -61,6 +61,11 @@ class LoopCache(KVCache):
         self.usage.sealed, self._prompt_next = True, False
         self.usage.fallback = self.fallback or self.usage.fallback
 
+    def begin(self, ids: Tensor | None = None) -> None:
+        if ids is not None and self.read_again is not None and self._is_step(ids.shape[1]) and not self.sealed:
+            self.seal()  # here, because no forward can run within another
+        super().begin(ids)
+
     def end(self) -> None:
         super().end()
         self.usage.tokens = self.num_tokens
@@ -82,10 +87,14 @@ class LoopCache(KVCache):
 
     def _arrive(self, tokens: int) -> None:
         super()._arrive(tokens)
-        if tokens > 1 or self._prompt_next or not self.num_tokens:
+        if not self._is_step(tokens):
             self.sealed = self._prompt_next = False
         elif not self.sealed:
             self.seal()
+
+    def _is_step(self, tokens: int) -> bool:
+        """Return whether a forward of so many tokens is a decode step, and not prompt."""
+        return tokens == 1 and not self._prompt_next and self.num_tokens > 0
 
 
 class PaddedCache(LoopCache):
@@ -165,7 +174,7 @@ class PaddedCache(LoopCache):
                 member.seal()
         self.sealed, self._prompt_next = True, False
 
-    def begin(self) -> None:
+    def begin(self, ids: Tensor | None = None) -> None:
         super().begin()
         for member in self._members:
             member.begin()

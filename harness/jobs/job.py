@@ -25,6 +25,7 @@ from harness.jobs.model_check import check_against_generate
 from harness.jobs.resolve import codec_of, resolve, resolve_for_examples
 from harness.models.base import ARCHITECTURES, LoadedModel, ModelError, ModelSource, is_loaded, load
 from harness.prompts.prompt import calibration_text
+from harness.prompts.repeating import repeat_prompts
 from harness.results.files import writing
 from harness.results.identity import identity
 from harness.results.records import FailedExample, Record, StoreError
@@ -257,4 +258,9 @@ def attach(loaded: LoadedModel, method: Method, budget: Budget | None, settings:
         torch.tensor([calibration_text(loaded.tokenizer)]) if method.calibration_tokens else None,
         codec=codec_of(settings),
         overlap=settings.overlap == "on",
+        repeat_prompts=(
+            repeat_prompts(loaded.tokenizer, chat=settings.chat, keywords=settings.template_kwargs or {})  # type: ignore[arg-type]
+            if method.repeats
+            else None
+        ),
     )

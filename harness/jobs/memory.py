@@ -228,6 +228,9 @@ def cache_bytes(cache_spec: CacheSpec, info: ModelInfo, item: PreparedExample, s
         prefill, seal = _sealing_early(layers, states, bool(item.further))
     else:
         prefill, seal = _sealing_late(layers, states[0])
+    if method.repeats:
+        repeated = method.repeated_tokens(layers[0].case.sealed)
+        seal = seal._replace(states=_states(info, replace(settings, prefill_chunk=None), repeated)[0])
     sliding, beside = _sliding_bytes(info, settings, item), sum(x.extra.beside for x in layers) if ahead else 0
     more = sliding + (beside if on_cpu else 0)
     moved = max(_in_step(settings, layer.case, layer.cost.moved_bytes_per_step) for layer in layers)

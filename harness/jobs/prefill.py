@@ -140,4 +140,5 @@ class SharedPrefill:
         logits = self.engine.prefill(front, self.prompts[:, :tokens])
         for cache, _ in self.followers:
             cache.num_tokens = front.num_tokens
+            cache.note_prompt(self.prompts[:, :tokens])
         return logits

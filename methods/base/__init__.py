@@ -10,7 +10,7 @@ from __future__ import annotations
 from methods.base.cost import Cost, CostError, LayerWorkload, PeakExtra
 from methods.base.layer import Attended, KVLayer
 from methods.base.method import Grids, Method, refuse_other_than_method
-from methods.base.request import AttnInput, LayerSpec, NextRow, Request
+from methods.base.request import AttnInput, LayerSpec, NextRow, Piece, RepeatPrompts, Request
 from methods.base.state import CacheState, Checks
 from methods.budget import Budget, BudgetError, PaperBudget, Plan, check_layers
 
@@ -31,7 +31,9 @@ __all__ = [
     "NextRow",
     "PaperBudget",
     "PeakExtra",
+    "Piece",
     "Plan",
+    "RepeatPrompts",
     "Request",
     "check_layers",
     "refuse_other_than_method",

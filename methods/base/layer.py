@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from methods.base.request import AttnInput, LayerSpec, NextRow
+from methods.base.request import AttnInput, LayerSpec, NextRow, Piece
 from methods.base.state import CacheState, undeclared
 
 
@@ -54,6 +54,12 @@ class KVLayer(ABC):
     @abstractmethod
     def prefill(self, x: AttnInput) -> Tensor:
         """Store the next prompt chunk and attend causally. Return [B H T D]."""
+
+    def repeat(self, x: AttnInput, piece: Piece) -> Tensor:
+        """Attend from tokens that follow the complete prompt and end with a repetition of `piece` of
+        it, to all that is stored and among themselves, and store nothing of them. Return [B H T D].
+        It is called only for methods that have the model repeat the prompt (`Method.repeats`)."""
+        raise NotImplementedError(f"{type(self).__name__} cannot see its prompt repeated: write `repeat`.")
 
     @abstractmethod
     def seal(self) -> None:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from methods.base.cost import Cost, CostError, LayerWorkload, PeakExtra
 from methods.base.layer import KVLayer
-from methods.base.request import AttnInput, LayerSpec
+from methods.base.request import AttnInput, LayerSpec, Piece, RepeatPrompts
 from methods.base.state import CacheState
 from methods.budget import Budget, BudgetError
 
@@ -45,6 +47,7 @@ class Method(metaclass=_TupleForList):
     rows_stay: ClassVar[bool] = False  # from turn to turn, keys and values stay as the model computed them
     generated_refusal: ClassVar[str | None] = None  # why it takes no budget_generated; None: it takes one
     counts_answer: ClassVar[bool] = False  # the budget is all rows of a KV head, prompt and answer
+    repeats: ClassVar[bool] = False  # the model reads its prompt again before the seal, piece by piece (`repetitions`)
     window_names: ClassVar[Mapping[str, str]] = {}  # its own names for `sinks` and `recent_ratio`, if it has them
     tunable: ClassVar[Grids] = {}  # parameter -> values that harness.tune tries; none changes what the budget limits
 
@@ -128,6 +131,17 @@ class Method(metaclass=_TupleForList):
         """Return, as parameters of this method, what `prepare` has timed on this machine: with them
         a run can be repeated elsewhere."""
         return {}
+
+    def repetitions(self, prompt: Tensor, prompts: RepeatPrompts) -> Iterator[tuple[Tensor, Piece]]:
+        """Yield what the model reads after a complete prompt [B S], before it is sealed: token ids
+        [B T], which end with a piece of the prompt, and the place of that piece. The layers see them
+        in `KVLayer.repeat`, and nothing of them is stored."""
+        yield from ()
+
+    def repeated_tokens(self, sealed: int) -> int:
+        """Return how many tokens the model reads at a time, at most, when it repeats a prompt of
+        `sealed` tokens (`repetitions`)."""
+        return 0
 
     @abstractmethod
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:

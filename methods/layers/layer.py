@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from methods.base import Attended, AttnInput, CacheState, KVLayer, LayerSpec, Method, NextRow
+from kernels import sink_logits
+from methods.base import Attended, AttnInput, CacheState, KVLayer, LayerSpec, Method, NextRow, Piece
 from methods.layers.indices import read_together
 from methods.layers.policy import Evict, Keep, Policy
 from methods.layers.read import Read
@@ -57,6 +59,12 @@ class Layer(Storage, capturable=True):
             if policy is not self.attends:
                 policy.observe(x)
         return self.attends.prefill(x)
+
+    def repeat(self, x: AttnInput, piece: Piece) -> Tensor:
+        for policy in self.policies:
+            policy.repeated(x, piece)
+        k, v = torch.cat([self.store.k, x.k], 2), torch.cat([self.store.v, x.v], 2)
+        return sink_logits.causal_attention(x.q, k, v, self.spec.scale, self.spec.sink_logits)
 
     def seal(self) -> None:
         self.reopen()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from methods.base import Attended, AttnInput, CacheState, LayerSpec, Method, Request
+from methods.base import Attended, AttnInput, CacheState, LayerSpec, Method, Piece, Request
 from methods.base.state import undeclared
 from methods.layers.storage import Storage
 from methods.pools import KVStore
@@ -106,6 +106,10 @@ class Policy:
         """Take note of a prompt chunk, which is stored already. It is called where this policy does
         not compute the attention itself: another policy does, or one dense prefill serves several
         methods."""
+
+    def repeated(self, x: AttnInput, piece: Piece) -> None:
+        """Take note of tokens that follow the complete prompt and end with a repetition of `piece` of
+        it (`KVLayer.repeat`)."""
 
     def prefill(self, x: AttnInput) -> Tensor:
         """Attend causally from a prompt chunk, whose keys and values are stored already, to all

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from kernels import sink_logits
 from kernels.reference import Segment
-from methods.base import Attended, AttnInput, CacheState, KVLayer, LayerSpec, Method
+from methods.base import Attended, AttnInput, CacheState, KVLayer, LayerSpec, Method, Piece
 from methods.pools.device_store import misfit
 
 
@@ -44,6 +44,10 @@ class WindowLayer(KVLayer, capturable=True):
 
     def prefill(self, x: AttnInput) -> Tensor:
         k, v = self._take(x)
+        return sink_logits.windowed_attention(x.q, k, v, self.spec.scale, self.window, self.spec.sink_logits)
+
+    def repeat(self, x: AttnInput, piece: Piece) -> Tensor:
+        k, v = (torch.cat([*self._in_order(ring), new], 2) for ring, new in ((self.k, x.k), (self.v, x.v)))
         return sink_logits.windowed_attention(x.q, k, v, self.spec.scale, self.window, self.spec.sink_logits)
 
     def seal(self) -> None:

@@ -121,7 +121,7 @@ class SlotsCache(KVCache):
         one of the caches that step together. Some are updated only now and then (`lags`)."""
         return 0 if self._attending[number].alone else self.behind(number)
 
-    def begin(self) -> None:
+    def begin(self, ids: Tensor | None = None) -> None:
         if self._counters.steps >= self._fits:
             self._refuse_full()
         for member, rows, attending in zip(self._members, self._sizes, self._attending, strict=True):

@@ -1,0 +1,213 @@
+"""KVzip: keeps what the model looks at when it repeats its prompt (arXiv 2505.23416).
+
+The rule: after the prefill the model is asked to repeat the prompt, and is fed it again as its
+answer, in pieces of `chunk` tokens. A key's score is the largest attention weight that it receives
+from a query of the repeated piece, over the query heads of its KV head. The softmax runs over the
+first tokens, the piece and the fed tokens up to the query's own. The keys with the largest scores
+stay, of all layers and heads together (`share`), so whatever is asked later, the same keys answer.
+
+The chat template's beginning is not repeated and stays, as in the authors' code, and so do the first
+`sinks` tokens, as in kvpress; here both count within the budget. Layers keep whole tokens per KV
+head on average, so a layer's total differs by less than its number of heads from the authors' own.
+Weights are computed in fp32. What a further turn brings stays, as in the authors' code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kernels import ops
+from kernels.sink_logits import softmax
+from methods.adakv import whole_shares
+from methods.base import (
+    AttnInput,
+    CacheState,
+    Cost,
+    Grids,
+    KVLayer,
+    LayerSpec,
+    LayerWorkload,
+    PeakExtra,
+    Piece,
+    RepeatPrompts,
+)
+from methods.layers import Evict, Layer, PolicyMethod
+from methods.parts import costs
+
+BEFORE = 8  # last tokens of a piece, with which the question for the next one ends
+QUERIES = 64  # whose weights are computed at a time
+WORDS = 40  # tokens that ask for a repetition, about
+
+
+class ZipKeep(Evict, capturable=True, of_each={}):
+    """Score the stored keys while the model repeats the prompt. When that is over, let the keys stay
+    that have the largest scores of all layers and heads."""
+
+    method: KVzip
+    scores: Tensor | None = None  # [B G S] fp32, from the first repeated piece to the seal
+    further = False  # a turn has been sealed already
+
+    def __init__(self, ranking: _Ranking) -> None:
+        self.ranking = ranking
+        ranking.policies.append(self)
+
+    def repeated(self, x: AttnInput, piece: Piece) -> None:
+        if self.scores is None:
+            self.scores = self.store.k.new_zeros(self.store.k.shape[:3], dtype=torch.float32)
+        first = max(piece.head, min(self.method.sinks, piece.first))
+        keys = self.store.k
+        near = torch.cat([keys[:, :, :first], keys[:, :, piece.first : piece.end], x.k], 2).float()
+        scores = self.scores[:, :, piece.first : piece.end]
+        columns = slice(first, first + scores.shape[2])
+        for start in range(0, x.q.shape[2], QUERIES):
+            q = x.q[:, :, start : start + QUERIES]
+            seen = near.shape[2] - x.k.shape[2] + start
+            torch.maximum(scores, self._largest(q, near[:, :, : seen + q.shape[2]], columns), out=scores)
+        kept = max(piece.head, self.method.sinks)
+        self.scores[:, :, : min(kept, self.layer.spendable() or kept)] = torch.inf
+
+    def _largest(self, q: Tensor, keys: Tensor, columns: slice) -> Tensor:
+        """Return the largest weight that each of the `columns` of keys [B G n D] receives from the
+        queries of the last t keys, q [B H t D], as [B G columns]."""
+        q = q.unflatten(1, (keys.shape[1], -1)).float() * self.spec.scale
+        logits = (q.flatten(2, 3) @ keys.mT).unflatten(2, q.shape[2:4])  # [B G g t n]
+        own = logits[..., -q.shape[3] :]
+        own.masked_fill_(torch.ones_like(own[0, 0, 0], dtype=torch.bool).triu(1), float("-inf"))
+        return softmax(logits, self.spec.sink_logits)[..., columns].amax((2, 3))
+
+    def size(self, budget: int) -> int:
+        if not self.further:
+            return budget
+        if budget < self.store.length:
+            self.layer.fallback = "only the first prompt is repeated, and what later turns bring stays"
+        return self.store.length
+
+    def evict(self, size: int) -> None:
+        if self.scores is None:
+            raise ValueError(
+                "KVzip has the model repeat its prompt, and was not told the token ids of this one: pass input_ids "
+                "without padding, or use harness.Engine."
+            )
+        keys = self.scores.shape[2]
+        rows = list[Tensor]()
+        for scores, count in zip(self.scores, self.ranking.counts(self, size), strict=True):
+            if self.method.share == "head":
+                rows += ops.top_k(scores.unsqueeze(0), size)[0].sort(-1).values
+                continue
+            best = scores.flatten().topk(count).indices.sort().values
+            rows += [best[best // keys == head] % keys for head in range(len(scores))]
+        self.layer.retain_per_head(rows)
+
+    def close(self, evicted: int) -> None:
+        self.scores = None
+
+    def reopen(self) -> None:
+        self.further = self.layer.seen > 0
+
+
+class _Ranking:
+    """Hold the policies of all layers, whose keys compete for one budget."""
+
+    def __init__(self) -> None:
+        self.policies: list[ZipKeep] = []
+        self._counts: dict[int, list[int]] = {}  # by layer that has not been asked for
+
+    def counts(self, asking: ZipKeep, size: int) -> list[int]:
+        """Return how many keys the heads of a layer keep together, by sequence. `size`: how many a
+        head of it may keep on average."""
+        request, spec = asking.request, asking.spec
+        if asking.method.share != "model":
+            return [size * spec.num_kv_heads] * request.batch
+        if not self._counts:
+            self._share()
+        return self._counts.pop(spec.index)
+
+    def _share(self) -> None:
+        """Rank the keys of all layers that do not read everything. A layer keeps as many as it has
+        among the best, rounded so that its heads have whole numbers on average."""
+        sizes = [(policy, policy.layer.spendable()) for policy in self.policies]
+        sharing = [
+            (policy.spec.index, policy.scores, size)
+            for policy, size in sizes
+            if size is not None and policy.scores is not None
+        ]
+        self.policies.clear()
+        groups, keys = sharing[0][1].shape[1:]
+        total = groups * sum(size for _, _, size in sharing)
+        self._counts = {index: [] for index, _, _ in sharing}
+        for scores in zip(*(scores for _, scores, _ in sharing), strict=True):
+            ranked = torch.stack([layer.flatten().to(scores[0].device) for layer in scores])
+            best = ranked.flatten().topk(total, sorted=False).indices // ranked.shape[1]
+            won = best.bincount(minlength=len(ranked)).tolist()
+            shares = whole_shares([count / groups for count in won], [keys] * len(ranked))
+            for count, share in zip(self._counts.values(), shares, strict=True):
+                count.append(share * groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVzip(PolicyMethod):
+    """Define KVzip, which keeps the keys that get most attention while the model repeats its prompt,
+    by its parameters. `chunk`: tokens of the prompt that are repeated at a time. `sinks`: how many
+    first tokens always stay. `share`: whether all layers and heads share one budget (model), the
+    heads of each layer do (layer), or every head has its own (head)."""
+
+    selects: ClassVar[bool] = False
+    repeats: ClassVar[bool] = True
+    window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks"}
+    tunable: ClassVar[Grids] = {"chunk": (500, 1000, 2000, 4000), "share": ("model", "layer", "head")}
+
+    chunk: int = 2000
+    sinks: int = 4
+    share: Literal["model", "layer", "head"] = "model"
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1:
+            raise ValueError(f"chunk={self.chunk} repeats nothing: give at least 1 token, 2000 in the released code.")
+        if self.sinks < 1:
+            raise ValueError(f"sinks={self.sinks} may leave a head without a key: give at least 1, as 4.")
+        if self.share not in ("model", "layer", "head"):
+            raise ValueError(f"share={self.share!r} is unknown: choose model, layer or head.")
+
+    @property
+    def smallest_budget(self) -> int:
+        return self.sinks + 1
+
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        ranking = _Ranking()
+        return [Layer(spec, cache, self, ZipKeep(ranking)) for spec in specs]
+
+    def repetitions(self, prompt: Tensor, prompts: RepeatPrompts) -> Iterator[tuple[Tensor, Piece]]:
+        like = prompt.new_tensor
+        pairs = zip(prompt[0].tolist(), prompts.head, strict=False)
+        head = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        for first in range(head, prompt.shape[1], self.chunk):
+            piece = prompt[:, first : first + self.chunk]
+            asked = like(prompts.first if first == head else prompts.later).expand(len(prompt), -1)
+            before = prompt[:, max(head, first - BEFORE) : first]
+            answer = like(prompts.answer).expand(len(prompt), -1)
+            yield torch.cat([asked, before, answer, piece], 1), Piece(head, first, first + piece.shape[1])
+
+    def cost(self, case: LayerWorkload) -> Cost:
+        return costs.dense(case) if self.reads_whole(case) else costs.evict(case, case.budget)
+
+    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
+        """Return the bytes taken temporarily: the scores, and the most of three moments. A layer
+        attends to its keys and values joined with those of a repetition; before that, the weights of
+        some queries are computed, twice in memory; and at the seal the scores of all layers are
+        ranked."""
+        if self.reads_whole(case):
+            return PeakExtra()
+        spec, scores = case.spec, costs.FP32 * case.spec.num_kv_heads * case.sealed
+        fed = self.repeated_tokens(case.sealed)
+        near = self.sinks + min(self.chunk, case.sealed) + fed
+        weights = (spec.num_kv_heads * spec.head_dim + 2 * spec.num_heads * QUERIES) * costs.FP32 * near
+        ranked = 2 * scores * spec.num_layers + costs.evicting(case, case.budget)
+        return PeakExtra(kept=scores, seal=max((case.sealed + fed) * case.row_bytes, weights, ranked))
+
+    def repeated_tokens(self, sealed: int) -> int:
+        return min(self.chunk, sealed) + WORDS
