@@ -99,8 +99,9 @@ class ZipKeep(Evict, capturable=True, of_each={}):
             if self.method.share == "head":
                 rows += ops.top_k(scores.unsqueeze(0), size)[0].sort(-1).values
                 continue
-            best = scores.flatten().topk(count).indices.sort().values
-            rows += [best[best // keys == head] % keys for head in range(len(scores))]
+            best = scores.flatten().topk(count).indices.sort().values  # one head after the other
+            ends = keys * torch.arange(1, len(scores), device=best.device)
+            rows += (best % keys).tensor_split(torch.searchsorted(best, ends).cpu())
         self.layer.retain_per_head(rows)
 
     def close(self, evicted: int) -> None:

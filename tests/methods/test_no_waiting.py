@@ -51,7 +51,7 @@ variants = pytest.mark.parametrize(("name", "changes", "placement"), VARIANTS)
 # how often a seal may read values, per layer: what heads keep, the widest basis, that all is finite, what a press does,
 # and whether the clusters of torch's k-means still move, which Triton's does not ask
 SEAL_READS = {"infinigen": 1, "infinigen_alpha99": 1, "kivi": 1, "kvpress": 4, "pqcache": 10}
-SEAL_READS |= {"ada_pyramid": 1, "adakv": 1}
+SEAL_READS |= {"ada_pyramid": 1, "adakv": 1, "kvzip": 2}  # the latter also once for all layers, to rank their keys
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 
 
