@@ -37,6 +37,7 @@ class Measure:
 MEASURES: dict[str, Measure] = {  # by key of a line of examples.jsonl; docs/results.md says what each means
     "attended_prompt": Measure(unit="tokens", in_memory=False),
     "attended_total": Measure(unit="tokens", in_memory=False),
+    **dict.fromkeys(("attended_p10", "attended_p50", "attended_p90"), Measure(unit="tokens", in_memory=False)),
     "union_prompt": Measure(unit="tokens", in_memory=False),
     "moved_bytes_per_step": Measure(
         unit="bytes",

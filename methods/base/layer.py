@@ -81,6 +81,12 @@ class KVLayer(ABC):
     def attended(self) -> Attended: ...
 
     @property
+    def varies(self) -> bool:
+        """Return whether each head reads as many prompt tokens as a step needs, so that their
+        distribution is recorded besides their mean."""
+        return False
+
+    @property
     def reading(self) -> tuple[float | Tensor, float | Tensor]:
         """Return what `attended` returns (prompt tokens and generated tokens that the last step
         read) without waiting for the device. A number that only the device knows is a tensor [B]

@@ -124,6 +124,10 @@ class Layer(Storage, capturable=True):
         return self.attends.attended
 
     @property
+    def varies(self) -> bool:
+        return self.reads is not None and self.reads.choices_read is not None
+
+    @property
     def reading(self) -> tuple[float | Tensor, float | Tensor]:
         return self.attends.reading
 

@@ -124,6 +124,9 @@ def test_tokens_and_what_was_read_are_the_same_in_each_place_in_batches_and_capt
         assert other.tokens == made.tokens
         assert other.measured["attended_prompt"] == pytest.approx(made.measured["attended_prompt"])
         assert placement == "device" or other.measured["moved_bytes_per_step"] > 0
+    low, middle, high = (made.measured[f"attended_p{share}"] for share in (10, 50, 90))
+    assert 0 < low <= middle <= high < whole.measured["attended_prompt"]
+    assert "attended_p50" not in whole.measured
     alone = [generated(name, row) for row in ids.split(1)]
     assert [tokens for one in alone for tokens in one.tokens] == made.tokens
     read = [one.measured["attended_prompt"] for one in alone]

@@ -136,6 +136,7 @@ class RunningSequence:
         self._last: Sequence[int] = ()  # the token of each sequence that was picked last
         self._asked: float | None = None  # the clock's time when the question began
         self._steps = 0
+        self._varying: float | Tensor = 0.0  # [layers B], of layers that read as many prompt tokens as they need
         self._prompt_reads = 0.0  # prompt tokens read in all steps, summed over layers whose count is in Python
         self._device_reads: list[Tensor] = []  # [layers B] each, counts that are on the device
         self._other_reads: float | Tensor = 0.0  # generated tokens read, mean over layers, summed over steps
@@ -281,6 +282,7 @@ class RunningSequence:
                 "attended_prompt": attended,
                 "union_prompt": attended + excess,
                 "attended_total": attended + float(self._other_reads) / steps,
+                **self._quantiles(steps),
                 "moved_bytes_per_step": (traffic.total_bytes - before.total_bytes) / steps,
                 "from_disk_bytes_per_step": (traffic.from_disk_bytes - before.from_disk_bytes) / steps,
             }
@@ -298,6 +300,15 @@ class RunningSequence:
         if looked_up := traffic.looked_up - before.looked_up:
             out.measured["hit_rate"] = (traffic.found - before.found) / looked_up
 
+    def _quantiles(self, steps: int) -> dict[str, float]:
+        """Return quantiles over layers and sequences of how many prompt tokens a head read per step,
+        where a method reads as many as it needs."""
+        if not isinstance(self._varying, Tensor):
+            return {}
+        shares = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64, device=self._varying.device)
+        values = (self._varying.double() / steps).flatten().quantile(shares).tolist()
+        return dict(zip(("attended_p10", "attended_p50", "attended_p90"), values, strict=True))
+
     def note_reads(self, steps: int) -> None:
         """Count how many tokens the layers read in the last `steps` steps, of which the cache
         knows. Nothing waits for the device."""
@@ -313,6 +324,9 @@ class RunningSequence:
         self._prompt_reads += sum(count for count in prompt if not isinstance(count, Tensor))
         if unread := [count for count in prompt if isinstance(count, Tensor)]:
             self._device_reads.append(torch.stack([count.to(self._device) for count in unread]))  # a copy
+        needed = [count.to(self._device) for layer, count in zip(layers, prompt, strict=True) if layer.varies]
+        if needed:
+            self._varying = self._varying + torch.stack(needed)
         others = [count.to(self._device).mean() if isinstance(count, Tensor) else count for count in generated]
         self._other_reads += sum(others) / len(others)
         if ends_stretch(self._steps, len(self._marks)):
