@@ -26,6 +26,7 @@ from harness.reports.document import (
     overview_text,
     shows_colour,
 )
+from harness.reports.papers import PUBLISHED
 from harness.results import files
 from harness.results.records import StoreError
 from harness.results.run_folder import find, load_all
@@ -44,9 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if others := [f"--{name}" for name in ALONE if options.leaderboard and getattr(options, name)]:
         parser.error(f"--leaderboard shows CSV files and no runs: use {others[0]} in a command of its own")
     if options.leaderboard:
-        from harness.reports.leaderboard import write_leaderboard  # matplotlib, as below
+        from harness.reports.leaderboard import leaderboard  # matplotlib, as below
 
-        say(f"wrote {write_leaderboard(options.leaderboard, options.folders)}")
+        options.leaderboard.parent.mkdir(parents=True, exist_ok=True)
+        files.write_atomically(options.leaderboard, leaderboard(options.folders or [PUBLISHED]))
+        say(f"wrote {options.leaderboard}")
         return 0
     if not options.folders:
         parser.error("name a DIR: the folder of a run, or any above it")

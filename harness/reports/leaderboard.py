@@ -27,8 +27,6 @@ from harness.reports.document import ReportTable
 from harness.reports.labels import budget
 from harness.reports.notes import stamp_meanings
 from harness.reports.page import filled, listed, table_html
-from harness.reports.papers import PUBLISHED
-from harness.results import files
 from harness.results.measures import MEASURES
 from harness.results.records import StoreError
 from harness.results.run_folder import StoredRun
@@ -72,16 +70,8 @@ class PublishedTable(NamedTuple):
         return f"{self.name}: {_task(first)}, {first['model']}, {prompts}"
 
 
-def write_leaderboard(path: Path, folders: Sequence[Path] = ()) -> Path:
-    """Write the page to `path` and return it. `folders`: where its CSV files lie, at any depth; none
-    for those that this repository publishes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_atomically(path, leaderboard(folders or [PUBLISHED]))
-    return path
-
-
 def leaderboard(folders: Sequence[Path]) -> str:
-    """Return the HTML of the page; all text from CSV files is escaped."""
+    """Return the HTML of the page; all text from CSV files is escaped. `folders`: where these lie, at any depth."""
     tables = published_tables(folders)
     if not tables:
         raise StoreError(f"{', '.join(map(str, folders))}: no CSV file of harness.report --csv there.")
@@ -144,15 +134,16 @@ def _entry(row: PublishedRow) -> ReportRow:
         "likelihood": _estimate(own, "likelihood", "mean") | {"full": _estimate(own, "likelihood.full", "diff")},
         "memory": {key: _number(own, f"memory.{key}") for key in (*MEASURES, *map(bytes_key, TIERS))},
         **{key: {"p50": _number(times, f"{key}.p50")} for key in ("tt2t_s", "tpot_s")},
-        "budget": {"counts": own.get("budget.counts"), "layers": json.loads(own.get("budget.layers") or "null")}
-        | {
-            "asked": int(size) if size is not None and size > 1 else size,
+        "budget": {
+            "asked": int(size) if size and size > 1 else size,  # tokens, or a share
             "bytes": _number(own, "budget.bytes"),
-        }  # tokens or a share
-        | {"attended": {"share": _number(own, "budget.attended.share")}},
+            "counts": own.get("budget.counts"),
+            "layers": json.loads(own.get("budget.layers") or "null"),
+            "attended": {"share": _number(own, "budget.attended.share")},
+        },
     }
-    p, cost_p = _number(own, "full.p_holm"), _number(own, "likelihood.full.p_holm")
-    return ReportRow(StoredRun(Path(), {}, {}, [], "complete"), None, summary, own["label"], None, p, cost_p)
+    ps = [_number(own, f"{section}.p_holm") for section in ("full", "likelihood.full")]
+    return ReportRow(StoredRun(Path(), {}, {}, [], "complete"), None, summary, own["label"], None, *ps)
 
 
 @cache
@@ -179,10 +170,9 @@ def _method(row: Row) -> str:
 def _setting(row: Row) -> str:
     """Return whose parameters a row has: its authors', those that a search found (tuned), kvpress's, or others."""
     preset = row["presets.method"]
-    if row["method"] in (FULL, PRESS):
-        return REFERENCE if row["method"] == FULL else PRESS
     changed = row["label"] != preset or (preset in _catalogue() and _catalogue()[preset].base)
-    return "tuned" if preset.endswith("_tuned") else "other" if changed else "authors'"
+    own = "tuned" if preset.endswith("_tuned") else "other" if changed else "authors'"
+    return {FULL: REFERENCE, PRESS: PRESS}.get(row["method"], own)
 
 
 def _kinds(row: Row) -> list[str]:
@@ -261,7 +251,7 @@ def _columns(table: PublishedTable, facts: Sequence[Mapping[str, Sequence[str]]]
     for column in (*overview(comparison), quantity("read", reads, BYTES, "/step")):
         column = costs.get(column.head, column)
         empty = "none" if column.head == "budget" else "not measured"
-        at_full = REFERENCE if "full" in column.head.lower() else empty  # Full is what differences are to
+        at_full = REFERENCE if "full" in column.head.lower() or column.head == "p" else empty  # of differences to it
         words = [at_full if row.own["method"] == FULL else empty for row in table.rows]
         if not column.empty or not any(value is not None for value in column.values):
             yield replace(column, cells=[cell or word for cell, word in zip(column.cells, words, strict=True)])

@@ -75,11 +75,8 @@ def test_rows_stand_with_their_prompts_and_say_what_was_not_measured(folder: Pat
     assert full[:5] == ["full", "none", "50.0 [40, 60]", "reference", "reference"]
     assert pqcache[:5] == ["pqcache", "20%", "50.0 [40, 60]", "-20.0 [-30, -10]*", "not measured"]
     assert [("250" in shown) for shown in (full, pqcache, tuned)] == [True, True, False]  # ms, from made_times
-    kinds = [shown[-3:-1] for shown in (full, pqcache, tuned, coded, tova)]
-    assert kinds == [
-        ["reference", "reads everything"], ["authors'", "reads a part"], ["tuned", "reads a part"],
-        ["other", "evicts + quantises"], ["authors'", "evicts"],
-    ]  # fmt: skip
+    assert [shown[-3] for shown in (full, pqcache, tuned, coded)] == ["reference", "authors'", "tuned", "other"]
+    assert [shown[-2] for shown in (full, pqcache, coded)] == ["reads everything", "reads a part", "evicts + quantises"]
     assert tova[1] == "512 in all"
     assert "This version lacks press_gone<b>; commit 0123456789 has it." in gone[-1]
     assert "data.root=DATA" in streaming[-1]
@@ -90,12 +87,8 @@ def test_rows_stand_with_their_prompts_and_say_what_was_not_measured(folder: Pat
 
 @pytest.mark.parametrize("step", [25, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_published_command_composes_to_its_row(step: int) -> None:
-    rows = [
-        row
-        for table in published_tables([PUBLISHED])
-        for kept in table.rows
-        for row in (kept.own, *kept.apart.values())
-    ]
+    kept = [row for table in published_tables([PUBLISHED]) for row in table.rows]
+    rows = [own for row in kept for own in (row.own, *row.apart.values())]
     for own in rows[::step]:
         if (command := command_of(own)) is not None:
             _check(own, composed(shlex.split(command)[3:]))
