@@ -9,7 +9,11 @@ stay, of all layers and heads together (`share`), so whatever is asked later, th
 The chat template's beginning is not repeated and stays, as in the authors' code, and so do the first
 `sinks` tokens, as in kvpress; here both count within the budget. Layers keep whole tokens per KV
 head on average, so a layer's total differs by less than its number of heads from the authors' own.
-Weights are computed in fp32. What a further turn brings stays, as in the authors' code."""
+Weights are computed in fp32. What a further turn brings stays, as in the authors' code.
+
+Held against attention/score.py of github.com/snu-mllab/KVzip at 5d84729, on 700 tokens that SmolLM2
+repeats in three pieces, at a ratio of 0.2: all scores are equal, and so are 12,589 of the 12,600 kept
+keys (share=head: all), since layers differ by up to 2 keys. A test compares with kvpress's press."""
 
 from __future__ import annotations
 
