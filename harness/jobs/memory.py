@@ -350,7 +350,7 @@ def _shared_peaks(of_jobs: Sequence[Sequence[CacheBytes]]) -> list[PeakBytes]:
     caches = [cache for of_job in of_jobs for cache in of_job]
     kv, kept = sum(cache.prefill.kv for cache in caches), sum(cache.prefill.kept for cache in caches)
     return [
-        PeakBytes(kv, kept, max(peak.more for peak in peaks), peaks[0].states)
+        PeakBytes(kv, kept, max(peak.more for peak in peaks), max(peak.states for peak in peaks))
         for peaks in ([cache.prefill for cache in caches], [cache.seal for cache in caches])
     ]
 
