@@ -3,8 +3,8 @@
 
 The rule: PyramidKV says how many tokens a layer keeps per head, on a line that falls from the first
 layer to the last, and Ada-KV divides what all heads of the layer may keep among them by their
-votes. Over all layers and heads the mean is the budget. Parameters are those of Ada-KV's released
-code with `--pyram`; its whole numbers are rounded as `rounding=released` does."""
+votes. Parameters are those of Ada-KV's released code with `--pyram`, whose whole numbers
+`rounding=released` gives."""
 
 from __future__ import annotations
 

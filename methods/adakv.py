@@ -4,13 +4,10 @@
 The rule: the votes of all heads of a layer are ranked together, and the best are kept, as many as
 all heads may keep: a head's share is the number of its tokens among them. A floor gives every head
 a part of the even share, since a head with low votes would otherwise keep only the window. The mean
-over the heads is the budget, to the last token; the released code rounds each head's share by
-itself. `normalize`, an option of the released code, first scales a head's votes by how much of them
-its best tokens hold.
+over the heads is the budget, to the last token.
 
 The paper has no groups; its released code shares among all query heads by default, each with a copy
-of its group's keys and values. Here the heads that share are KV heads. What a head does not keep
-takes no memory: every head has a store of its own."""
+of its group's keys and values. Here the heads that share are KV heads."""
 
 from __future__ import annotations
 

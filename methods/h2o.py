@@ -6,9 +6,7 @@ so far, summed over the query heads of a KV head (PQCache's comparison extends H
 so). The tokens with the largest sums and the most recent ones stay. Kept keys stay at their
 positions.
 
-The budget counts prompt tokens and generated ones come on top, so nothing competes with a generated
-token and the prompt is evicted once, at its seal, while the paper evicts with each token. Counting
-goes on while decoding: a further turn evicts by all queries so far. `compensation` is PQCache's
+The prompt is evicted once, at its seal, while the paper evicts with each token. `compensation` is PQCache's
 H2O(C), which may keep more than the budget because it moves nothing: s/128 tokens more (`literal`,
 the text's share of the cache) or s/256 (`bytes`, since the others' extra transfer is 1/128 of the
 keys alone). Sums are computed in fp32; the released code's fp16 sums overflow at sinks."""

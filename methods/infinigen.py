@@ -9,23 +9,17 @@ which tokens come within `alpha` of the largest logit of a query head. Their mea
 heads, limited by the budget, is how many tokens every KV head fetches, for each sequence of a
 batch.
 
-Against the released code: its Llama code takes the columns of both from one fixed prompt, its OPT
-runtime takes the queries' columns alone, from each prompt; it takes one mean count for all
-sequences; and its Llama code takes the largest logit of the first head for all heads, so that other
-heads fetch other tokens than the paper's rule says. Here the paper's rule holds. The mean is over
-counts per KV head, which the query heads of a group enlarge: the rule for each query head alone
-would fetch fewer.
+The released code takes one mean count for all sequences. Its Llama code takes columns from one fixed
+prompt, and the largest logit of the first head for all heads; here the paper's rule holds. The mean
+is over counts per KV head, which the query heads of a group enlarge.
 
 With rotary positions A must act after the rotation, on queries and keys alike; folded into the
 weights, as for OPT, it would destroy the logits. With grouped heads a token's score is its best
 margin in the group; the paper has no groups.
 
-The budget replaces the paper's cap on fetched tokens, so only the prompt is guessed from. Generated
-tokens count for the largest logit and are always read.
-
+The budget replaces the paper's cap on fetched tokens. Generated tokens count for the largest logit.
 A limited host pool (`pool_capacity`) loses a token of each KV head for every one that comes in. As
-in the paper, each prompt token fetches before it enters; the seal replays that. Generated tokens
-take slots and never leave."""
+in the paper, each prompt token fetches before it enters; the seal replays that."""
 
 from __future__ import annotations
 

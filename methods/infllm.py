@@ -11,10 +11,7 @@ differ from Full's, and a prefill cannot be shared with this method.
 The budget fixes the window and the number of blocks: first tokens, window, the tokens between
 window and last block, and the blocks read are within it. A prefill in several chunks spends the
 budget of the tokens so far. Window and block of queries shrink with the budget, the released ones
-do not; the released mask reads keys at the window's border twice, ours once.
-
-Storage: keys of blocks are stored as if they stood at position 0; all other keys are truly rotated.
-"""
+do not. Keys of blocks are stored as if they stood at position 0."""
 
 from __future__ import annotations
 

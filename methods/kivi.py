@@ -4,10 +4,7 @@ The rule: keys have channels that are large throughout, so each channel has a ra
 every `group` tokens. Values have no such channels, so each token has a range for every `group`
 channels. Keys are quantised `residual` tokens at a time, prompt and generated ones alike, and those
 that do not fill such a block wait in full precision. A value is read as codes once `residual` newer
-ones are there: the last `residual` are always exact, as in the released code.
-
-Storage: codes are a pool of the layer, waiting tokens its store; the exact values of the last block
-of codes are kept besides both."""
+ones are there: the last `residual` are always exact, as in the released code."""
 
 from __future__ import annotations
 

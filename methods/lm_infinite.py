@@ -6,12 +6,8 @@ distances, and the first `n_init` tokens; if these lie further back than the win
 as if they stood exactly n_local before the query. So the prompt's outputs differ from Full's, and a
 prefill cannot be shared with this method.
 
-The budget: the paper sets n_local to the length that the model was trained on. Here the budget sets
-it: n_init and n_local together are the budget, after the seal the window is that of the prompt's
-end, and generated tokens come on top. A prefill in several chunks spends the budget of the tokens
-so far.
-
-How it is done: keys are stored in their true rotation, and the first ones are rotated again in each
+Here n_init and n_local together are the budget. A prefill in several chunks spends the budget of the
+tokens so far. Keys are stored in their true rotation, and the first ones are rotated again in each
 step."""
 
 from __future__ import annotations

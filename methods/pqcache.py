@@ -8,14 +8,7 @@ group, and reads the best tokens exactly. With fewer candidates than centroids, 
 its own centroid.
 
 On a GPU, keys of two parts with up to 64 centroids each are chosen by pairs of codes: how many keys
-have each pair is counted at the seal, and a step weighs the 4096 pairs in place of all keys.
-
-Storage: keys and values of the middle may lie on the host; `cache_tokens` keeps blocks that were
-read often on the device (methods/parts/block_cache.py). With overlap=on a CPU clusters the keys
-while later layers compute, as in the paper.
-
-None of the released code's defects is reproduced: k-means sees exactly the keys that are searched,
-codes are one byte up to b=8, and nothing of one prompt is left in the next."""
+have each pair is counted at the seal, and a step weighs the 4096 pairs in place of all keys."""
 
 from __future__ import annotations
 

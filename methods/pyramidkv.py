@@ -7,10 +7,8 @@ more than half of the prompt would be voted for, all layers get the same, in the
 here. Votes come from 8 queries, as in the authors' scripts, while SnapKV takes 32: the two methods
 differ in more than the pyramid.
 
-The released code rounds down the last layer's amount and the steps of the line, and so keeps more
-the higher a layer is: in 30 layers 18 % more than a budget of 65 tokens and 4 % more than one of
-263, of which the last layer then has 42 instead of 21. `rounding=released` does the same and
-exceeds its budget by that much."""
+The released code rounds down, and so keeps more the higher a layer is: in 30 layers 18 % more than a
+budget of 65 tokens and 4 % more than one of 263. `rounding=released` does the same."""
 
 from __future__ import annotations
 

@@ -9,9 +9,8 @@ Heads: the released evaluation chooses for each query head, even where heads sha
 union, each row of which moves once. `kv_head` ranks by the largest bound of the group.
 
 The ends: `last_page` gives the prompt's last page one place without a comparison, as the CUDA code
-does with the page of the current token; `false` lets it compete, as in the evaluation code.
-Generated tokens are always read; the paper pages them too. The evaluation code reads no less than 3
-pages whatever the budget; here a budget below `min_pages` pages is an error."""
+does with the page of the current token; `false` lets it compete, as in the evaluation code, which
+reads no less than 3 pages whatever the budget; here a budget below `min_pages` pages is an error."""
 
 from __future__ import annotations
 

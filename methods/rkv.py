@@ -9,11 +9,7 @@ each key's similarity to the last of those more than `SIMILAR` alike is left out
 that repeat one another the last one stays. Each KV head keeps the best and the window.
 
 The budget is all rows of a KV head, prompt and answer, with a buffer of `buffer` rows on top: once it
-is full, the budget's number of rows stays. A prompt longer than the budget is compressed at the seal.
-The released code does so for the first prompt of a process; later prompts find a flag of the
-example before, and are compressed at the next multiple of 128 tokens of a count that runs over all
-examples. It leaves rows in the order of their scores, by which it pools and finds the last of
-similar tokens in the next round; here they stay in the order of the text, as the paper means it."""
+is full, the budget's number of rows stays."""
 
 from __future__ import annotations
 

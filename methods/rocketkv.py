@@ -16,11 +16,7 @@ The split: the first stage keeps S/c**split tokens; null is the paper's min(0.2 
 What remains of c is split evenly between pages and channels: null for `page_size` and `r`. A page
 may be read in part, by its first tokens. A large budget leaves parts of the method without work:
 from 19 % of the prompt on, a page has one token, and from 50 % on neither stage leaves anything
-out. A layer's `fallback` says so.
-
-The variant for several turns (RocketKV-MT), which evicts nothing and votes again in each turn, is
-not implemented. Here a further turn continues with what is left of the earlier ones, as in SnapKV.
-Generated tokens are always read; the paper pages them too."""
+out. A layer's `fallback` says so."""
 
 from __future__ import annotations
 

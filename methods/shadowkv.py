@@ -9,11 +9,7 @@ landmarks, then the maximum over a group's query heads, fetches the best chunks'
 rebuilds their keys and rotates them at their true positions.
 
 The paper's budget counts only retrieved tokens (`budget_rule=paper`); ours includes local chunks
-and outliers. At budget=2464 the defaults give the paper's 2048 retrieved tokens. Generated tokens
-are kept and never dropped. A further turn sees the rebuilt keys, since the exact ones are gone.
-
-Storage: values lie where `placement` says, and chunks that a step chose again stay on the device
-(`hit_cache`)."""
+and outliers. At budget=2464 the defaults give the paper's 2048 retrieved tokens."""
 
 from __future__ import annotations
 

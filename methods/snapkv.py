@@ -4,11 +4,9 @@ The rule: the softmax weights of the last `window` queries are summed per key an
 neighbouring tokens. The keys with the largest pooled sums and the window itself are kept, together
 exactly the budget. This happens once, at the seal: the prompt's own outputs are dense, later tokens
 are kept whole, and keys stay at their positions. A further turn shorter than the window votes with
-the queries it has. 32 queries vote, as in the released code's configurations.
-
-Grouped heads: the released code repeats keys to all query heads first, so each keeps its own tokens
-at g times the memory (`select_per=query_head`). With `kv_head` the votes are averaged over a group
-before they are pooled, which differs from pooling first only for `max`."""
+the queries it has. 32 queries vote, as in the released code's configurations. With
+`select_per=kv_head` votes are averaged over a group before they are pooled, which differs from
+pooling first only for `max`."""
 
 from __future__ import annotations
 

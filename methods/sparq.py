@@ -11,11 +11,7 @@ Storage: `channel_copy` keeps the searched keys a second time, one channel per r
 reads r/D of them instead of picking from all, for 1.5 times the memory. With placement=host, keys,
 values and that copy lie on the host; each step moves r channels of the keys and the selected rows.
 Without the copy a GPU reads the numbers of these channels one by one over the bus, 32 bytes for
-each.
-
-The paper's local window moves on with generation; here it is the prompt's end, inside the budget,
-and all generated tokens are read in addition. While a selection is reused (`reuse_steps`), so is
-its share of unread tokens."""
+each. While a selection is reused (`reuse_steps`), so is its share of unread tokens."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ the cache.
 
 How it is done: only distances matter to RoPE, so instead of rotating every kept key back by the
 number of evicted tokens, the few sinks are rotated forward by it. The query and the generated
-tokens keep their true positions, and the distances are the paper's. Our budget counts prompt
-tokens, so the window is that of the prompt's end, and generated tokens come on top."""
+tokens keep their true positions, and the distances are the paper's."""
 
 from __future__ import annotations
 

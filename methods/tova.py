@@ -4,11 +4,8 @@
 The rule: when rows must go, the softmax weights of the last token's query are averaged over all
 query heads of the layer, and the rows with the smallest weights go, the same in all heads. This
 happens at the seal, where a prompt is cut to the budget, and then before each new token. Keys stay
-at their positions.
-
-The budget is all rows of a KV head, prompt and answer, the current token's own included: the paper's
-cache of k states attends to k + 1, and is a budget of k + 1 here. The last token's row always stays,
-as in kvpress; the authors' code would drop it if its own query gave it the least weight."""
+at their positions. The last token's row always stays, as in kvpress; the authors' code would drop it
+if its own query gave it the least weight."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ COMMANDS = {
     "doctor": "looks at versions, memory, disk and kernels; `--model` runs a needle with a known answer",
 }
 COMPARED = ("prefill", "rule", "unit", "group_rule", "dense_layers", "sinks", "window")  # columns of the table
-NONE = ("none", "nothing")  # facts that have no row
+NONE = ("none", "nothing", "not used")  # facts that have no row
 SETTINGS_TITLE = f"""# Commands and settings
 
 Written by `{COMMAND}`: change the comments in conf/, not this page.
@@ -71,7 +71,7 @@ What must be known before two of them are compared, with the defaults of conf/me
 `{COMMAND}`; change the comments in a method's yaml, its card among them, not this page.
 
 The rows "as in released code" say what its authors' code does alike, and
-[how that is measured](comparison.md#held-against-released-code). A method whose card has no row "on host", "index cost"
+[how that is measured](comparison.md#held-against-released-code). A method whose card has no row "budget", "index cost"
 or "deviations" has none of it."""
 OPERATIONS_HEAD = ("backends, in the order in which they are tried", "operations")
 EXPERIMENTS_HEAD = ("experiment", "what", "made by", "small variant")
@@ -92,8 +92,8 @@ def settings_page() -> str:
 def _parameter_rows(group: str, entry: Entry) -> Iterator[tuple[str, str, str]]:
     """Of the yaml files for one class the first shows every parameter, the others what they change."""
     first = next(other for other in entries(group) if other.target == entry.target)
-    same = set() if first == entry else set(parameters_of(first))
-    rows = [(given, meaning) for given, meaning in parameters_of(entry) if (given, meaning) not in same]
+    same = set() if first == entry else {given for given, _ in parameters_of(first)}
+    rows = [(given, meaning) for given, meaning in parameters_of(entry) if given not in same]
     for place, (given, meaning) in enumerate(rows or [("", entry.headline)]):
         name = code(entry.name) if place == 0 else ""
         yield name, code(given and f"{group}.{given}"), meaning or entry.headline
@@ -112,7 +112,10 @@ def _comparison(methods: Sequence[Entry]) -> str:
 
 
 def _section(entry: Entry, presets: Sequence[Entry]) -> str:
-    facts = [(_words(name), text) for name, text in entry.facts().items() if name not in COMPARED and text not in NONE]
+    given = {name: text for name, text in entry.facts().items() if name not in COMPARED and text not in NONE}
+    places = ((place, given.pop(f"on_{place}", "")) for place in ("device", "host"))
+    held = "; ".join(f"on {place}: {text}" for place, text in places if text)
+    facts = [("held", held), *((_words(name), text) for name, text in given.items())]
     parameters = [(code(given), meaning) for given, meaning in parameters_of(entry)]
     changed = [(code(f"method={preset.name}"), preset.headline) for preset in presets]
     released = [_beside_released(row) for row in stored() if row["method"] == entry.name]
