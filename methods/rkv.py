@@ -103,7 +103,7 @@ class RKV(EvictsWhileDecoding):
         return self.buffer
 
     def choosing_bytes(self, case: LayerWorkload) -> int:
-        """Return the bytes that the choice among the prompt's tokens takes temporarily: keys of unit
+        """Return the bytes that a choice among `case.sealed` tokens takes temporarily: keys of unit
         length in fp32, and a part of their similarities, a mask and row numbers with them."""
         units = costs.FP32 * case.spec.head_dim
         similarities = min(case.sealed, KEYS_AT_ONCE) * (costs.FP32 + 1 + costs.INT32)

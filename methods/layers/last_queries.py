@@ -3,6 +3,7 @@ dropped while the model decodes, under a budget that counts prompt and answer.""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +23,8 @@ class LastQueries(Keep, capturable=True, of_each={}):
     queries: Tensor | None = None  # [B H <=window D], rotated; None once no more rows are dropped
 
     def observe(self, x: AttnInput) -> None:
-        queries = x.q if self.queries is None else torch.cat([self.queries, x.q], 2)
+        last = x.q[:, :, -self.method.window :]
+        queries = last if self.queries is None else torch.cat([self.queries, last], 2)
         self.queries = queries[:, :, -self.method.window :].clone()
 
     def decode(self, x: AttnInput) -> Tensor:
@@ -57,13 +59,16 @@ class EvictsWhileDecoding(PolicyMethod):
         return costs.evict(bounded, case.sealed if self.reads_whole(case) else case.budget) + Cost(queries)
 
     def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        kept = PeakExtra(kept=self.window * case.query_bytes)
-        if self.reads_whole(case):
-            return kept
-        evicting = costs.evicting(costs.bounded(case, self), case.budget)
-        return kept + PeakExtra(seal=max(self.choosing_bytes(case), evicting))
+        """Return the bytes of the last queries, and those of a choice: at the seal, or later in the
+        answer, where a short prompt and a long answer fill the budget together."""
+        bounded = costs.bounded(case, self)
+        full = replace(case, sealed=min(case.sealed, case.budget) + bounded.reserve)
+        choosing = self.choosing_bytes(full) if bounded.reserve < case.reserve else 0
+        if not self.reads_whole(case):
+            choosing = max(choosing, self.choosing_bytes(case), costs.evicting(bounded, case.budget))
+        return PeakExtra(kept=self.window * case.query_bytes, seal=choosing)
 
     def choosing_bytes(self, case: LayerWorkload) -> int:
-        """Return the bytes that the choice among the prompt's tokens takes temporarily: their
-        weights by query head, and twice by KV head."""
+        """Return the bytes that a choice among `case.sealed` tokens takes temporarily: their weights
+        by query head, and twice by KV head."""
         return costs.FP32 * (case.spec.num_heads + 2 * case.spec.num_kv_heads) * case.sealed
