@@ -83,7 +83,8 @@ def needed(
     states = _states(info, settings, max(len(item.prompt.ids) for item in items))
     caches = []  # by job, of each example that runs
     for spec in specs:
-        known = {id(item): cache_bytes(spec, info, item, states) for item in running}  # one may stand there often
+        distinct = {id(item): item for item in running}  # one may stand there often
+        known = {key: cache_bytes(spec, info, item, states) for key, item in distinct.items()}
         caches.append([known[id(item)] for item in running])
     peaks = _shared_peaks(caches) if settings.shared_prefill else _own_peaks(caches[0], settings)
     most = max(peaks, key=lambda peak: peak.total)
