@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from evals.base import Example, Score, Task, TaskEnv, TaskError
-from evals.data import Row, Shape, Source, check, no_answer, open_rows, require, value_of
+from evals.data import Row, Shape, Source, check, open_rows, require, value_of
 
 HUB_REPO = "zai-org/LongBench-v2"
 PLACES = ("LongBench-v2/data.json", "longbench_v2/data.json", "longbench_v2.json")
@@ -81,9 +81,9 @@ class LongBenchV2(Task):
         self._opened["longbench_v2"] = opened.provenance
         rows = [row for row in opened.rows if row["length"] in self.lengths][: self.samples]
         for row in rows:
-            place = f"longbench_v2: row {row['_id']} of {opened.origin}"
             if row["answer"] not in tuple("ABCD"):
-                raise no_answer(place)
+                place = f"longbench_v2: row {row['_id']} of {opened.origin}"
+                raise TaskError(f"{place} has answer={row['answer']!r}, not A, B, C or D: correct it, or drop the row")
             if reasoning is not None and str(row["_id"]) not in reasoning:
                 raise TaskError(f"{self.reasoning} has no output for {row['_id']}: finish that run first")
             yield self._example(row, (reasoning or {}).get(str(row["_id"]), ""), env)

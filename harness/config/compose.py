@@ -35,7 +35,7 @@ from harness.config.catalogue import (
 )
 from harness.config.errors import sentence
 from harness.config.plugins import suggestion
-from harness.config.settings import Settings, SettingsError, settings_of, unknown_setting
+from harness.config.settings import KEYS, Settings, SettingsError, settings_of, unknown_setting
 from harness.terminal.arguments import typed
 
 LAUNCHER = "hydra/launcher"
@@ -175,8 +175,12 @@ def with_own_parameters(jobs: Sequence[Composed], config_dirs: Sequence[Path] = 
             own = known[job.presets[group]].settable
             for name in [name for name in job.config[group] if name not in own]:
                 is_typed = any(word.lstrip("+").startswith(f"{group}.{name}=") for word in job.words)
-                if name in used or (not is_typed and any(name in entry.settable for entry in known.values())):
+                elsewhere = any(name in entry.settable for entry in known.values())
+                if name in used or (not is_typed and elsewhere):
                     del job.config[group][name]
+                elif is_typed and not elsewhere and name in KEYS:
+                    value = plain(job.config[group][name])
+                    raise SettingsError(f"{group}.{name}: {name} is a setting of the run, so write {name}={value}.")
     return list(jobs)
 
 

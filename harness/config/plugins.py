@@ -21,6 +21,7 @@ from harness.config.catalogue import plain
 
 TARGET = "_target_"
 MISSING = "???"  # yaml's word for a value that the command line has to bring
+LIKE = {"samples": "rounds"}  # parameters of plug-ins -> what others call the same
 SEQUENCES = (list, tuple, Sequence)
 
 
@@ -37,7 +38,8 @@ def build(config: Mapping[str, Any], kind: str) -> Any:
     hints = get_type_hints(cls)
     known = {field.name: hints[field.name] for field in fields(cls) if field.init}
     for name in values.keys() - known.keys():
-        raise PluginError(f"{kind}.{name} is not a parameter of {cls.__name__}{suggestion(name, known)}")
+        near = f"; did you mean {kind}.{LIKE[name]}?" if LIKE.get(name) in known else suggestion(name, known)
+        raise PluginError(f"{kind}.{name} is not a parameter of {cls.__name__}{near}")
     for name in required(cls):
         if values.get(name, MISSING) == MISSING:
             raise PluginError(f"{kind}.{name} has no default: set it, as in {kind}.{name}=VALUE.")

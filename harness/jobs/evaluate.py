@@ -162,7 +162,8 @@ def _generate(runs: Sequence[_OpenRun]) -> None:
         tokens = [sum(len(turn.prompt.ids) for turn in item.turns) for item in pending]
         label = first.label if len(runs) == 1 else f"{first.label.split()[0]}, {len(runs)} jobs"
         records = _share_prefills(runs, pending) if first.settings.shared_prefill else _run_alone(runs[0], pending)
-        for _ in progress(records, label, tokens, size=lambda record: record.prompt_tokens):
+        found = len(first.items) - len(pending)
+        for _ in progress(records, label, tokens, size=lambda record: record.prompt_tokens, before=found):
             pass
 
 

@@ -240,6 +240,7 @@ class Job:
             "budget_use": {
                 "paper_leaves_out": self.method.paper_differs,
                 "counts": "prompt and answer" if self.method.counts_answer else "prompt",
+                "extra_rows": self.method.extra_rows,
             },
             "simulated": self.settings.shared_prefill,
             "host_is_cpu": self.settings.device == "cpu",

@@ -202,6 +202,8 @@ def resolve_for_examples(resolved: Resolved, task: Task, prompts: Prompts, info:
     settings, method, items = resolved.settings, resolved.method, prompts.items
     for note in _notes_here(settings, task, items):
         say_once(note)
+    if method.encodes and not method.uses_budget and settings.codec is None:
+        say_once(f"{type(method).__name__} reads and keeps all as Full does without a codec: set codec=tq4 or another")
     limit = settings.generation.max_new_tokens
     turns = [turn for item in items for turn in item.turns]
     if limit is not None and all(turn.example.max_new_tokens == limit and not turn.given for turn in turns):

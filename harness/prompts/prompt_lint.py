@@ -40,13 +40,20 @@ def lint(
     needed = before + len(prompt.ids) + new_tokens
     if needed > window:
         earlier = f"{before} tokens of earlier turns, " if before else ""
+        remedy = (
+            "use shorter prompts or answers (generation.max_new_tokens), a model with a longer window, leave such "
+            "examples out (too_long=skip), or cut their contexts (too_long=middle or left)."
+        )
+        if new_tokens >= window and not thought:
+            room = window - before - len(prompt.ids)
+            fitting = f"=N, here up to {room}" if room > 0 else ""
+            fewer = f"allow fewer new tokens (generation.max_new_tokens{fitting})"
+            remedy = f"{fewer}, or use a model with a longer window."
         yield Finding(
             "error",
             "window",
             f"{earlier}{len(prompt.ids)} prompt tokens and {new_tokens} new ones{thought} are {needed - window} more "
-            f"than the model's window of {window}{because}: use shorter prompts or answers "
-            "(generation.max_new_tokens), a model with a longer window, leave such examples out (too_long=skip), or "
-            "cut their contexts (too_long=middle or left).",
+            f"than the model's window of {window}{because}: {remedy}",
         )
     bos_text = "" if bos is None else tokenizer.decode([bos])
     start = bos_text * (prompt.ids[: prompt.bos_added].count(bos)) + prompt.text

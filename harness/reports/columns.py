@@ -68,6 +68,7 @@ def overview(table: Comparison) -> list[Column]:
         *names(entries),
         *scores,
         share("attended", [row["budget"]["attended"]["share"] for row in rows]),
+        number("read\nin all", "tokens", _read_in_all(rows)),
         quantity("TT2T", [row["tt2t_s"]["p50"] for row in rows], SECONDS),
         quantity("TPOT", [row["tpot_s"]["p50"] for row in rows], SECONDS),
         *_held_bytes([row["memory"] for row in rows]),

@@ -93,13 +93,14 @@ def _mark(run: StoredRun, runs: Sequence[StoredRun]) -> str:
 
 def budget(summary: Mapping[str, Any]) -> str:
     """Return the budget as text, as it was asked for: tokens, bytes, or percent, with "in all" if it
-    counts the answer too; empty without a budget."""
+    counts the answer too, behind the rows of a buffer on top ("+128"); empty without a budget."""
     asked = summary["budget"]
     if asked.get("bytes"):
         return with_unit(asked["bytes"], BYTES)
     if asked["layers"]:
         return "by layer"
-    in_all = " in all" if asked["asked"] and asked.get("counts") == COUNTS_ANSWER else ""
+    buffer = f"+{asked['extra_rows']}" if asked.get("extra_rows") else ""
+    in_all = f"{buffer} in all" if asked["asked"] and asked.get("counts") == COUNTS_ANSWER else ""
     return (f"{100 * asked['asked']:g}%" if isinstance(asked["asked"], float) else str(asked["asked"] or "")) + in_all
 
 

@@ -83,15 +83,18 @@ def notes(table: Comparison) -> Iterator[str]:
             "budget_rule=paper: sinks and windows that the method's paper does not count come on top, and RocketKV's "
             "index is within; see `attended`"
         )
-    if any(row["budget"].get("counts") == COUNTS_ANSWER for row in rows):
+    in_all = any(row["budget"].get("counts") == COUNTS_ANSWER for row in rows)
+    if in_all:
         yield (
-            "in all: this budget is all rows that a KV head holds, prompt and answer; such a row compares with the "
-            "others by the tokens of both that a step reads, the mean over steps (read in all)"
+            "in all: this budget is all rows that a KV head holds, prompt and answer (+128: and a buffer of 128 more); "
+            "such a row compares with the others by the tokens of both that a step reads, the mean over steps (read in "
+            "all)"
         )
     if any(row["budget"]["union"]["share"] for row in rows):
+        part = " (of a budget in all, only its prompt tokens)" * in_all
         yield (
-            "attended: what the budget limits, mean over steps; read per KV head (union): the distinct prompt tokens "
-            "that one KV head reads for all its query heads, each once"
+            f"attended: what the budget limits{part}, mean over steps; read per KV head (union): the distinct prompt "
+            "tokens that one KV head reads for all its query heads, each once"
         )
     if any(row["memory"].get("read_bytes_per_step") for row in rows):
         yield (

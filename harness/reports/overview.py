@@ -4,8 +4,9 @@ together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
+from typing import Any
 
 from harness.reports.columns import signed
 from harness.reports.compare import Comparison, ReportRow
@@ -19,6 +20,7 @@ LINE = WIDTH - 2  # of a line below the table, which is indented
 ALARM = "ALARM: "  # begins a line on what must be wrong
 MOST_LINES = 4  # below the table, with one more that says where the rest is
 OFF_BUDGET = 0.1  # of the budget: what steps read may differ from it by so much
+LONG_ANSWER = 256  # tokens; in an answer of so many the end is what counts
 TAIL = 36  # characters at the end of a line that is cut
 
 
@@ -42,13 +44,22 @@ def all_lines(table: Comparison) -> list[str]:
 def _compared(table: Comparison) -> str:
     rows = [entry.summary for entry in table.entries]
     lengths = [record.prompt_tokens for entry in table.entries for record in entry.run.records]
-    counts = [len(entry.run.records) for entry in table.entries]
-    measure = "perplexity, the lower the better" if table.of_perplexity else f"{table.metric}, 0 to 100"
+    generation = max((entry.run.config.get("generation") or {} for entry in table.entries), key=_samples)
+    drawn, temperature = _samples(generation), generation.get("temperature")
+    metric = f"pass@1 ({table.metric})" if drawn > 1 else table.metric
+    measure = "perplexity, the lower the better" if table.of_perplexity else f"{metric}, 0 to 100"
     where = dict.fromkeys(machine_of(entry.run) for entry in table.entries)
     machine = next(iter(where)) if len(where) == 1 else f"{len(where)} different machines"
     times = "" if all(row["tpot_s"]["p50"] is None for row in rows) else "; times are medians"
-    prompts = f"{_span(counts)} prompt{'s' * ({*counts} != {1})}"
-    return f"{prompts} of {_span(lengths)} tokens; score: {measure}; {machine}{times}."
+    asked = [entry.run.records for entry in table.entries]
+    counts = [len({record.independent for record in some} if drawn > 1 else some) for some in asked]
+    prompts = f"{_span(counts)} prompt{'s' * ({*counts} != {1})} of {_span(lengths)} tokens"
+    answers = f" x {drawn} answers" * (drawn > 1) + f" at temperature {temperature}" * bool(temperature)
+    return f"{prompts}{answers}; score: {measure}; {machine}{times}."
+
+
+def _samples(generation: Mapping[str, Any]) -> int:
+    return int(generation.get("samples", 1))
 
 
 def _span(numbers: Sequence[int]) -> str:
@@ -102,6 +113,7 @@ def _cautions(table: Comparison) -> Iterator[str]:
     then what is doubtful."""
     yield from (f"{ALARM}{alarm.text}." for alarm in table.alarms if alarm.red)
     yield from _answers_cut(table)
+    yield from _out_of_tokens(table)
     doubts = [text for entry in table.entries for text in _of_row(entry)]
     for caution in dict.fromkeys(text for entry in table.entries for text in entry.run.info.get("cautions", ())):
         titles = [entry.title for entry in table.entries if caution in entry.run.info.get("cautions", ())]
@@ -121,6 +133,19 @@ def _answers_cut(table: Comparison) -> Iterator[str]:
         yield f"Caution: in {count} of {_asked(lost[count])} prompts the answer was in the part that was cut."
 
 
+def _out_of_tokens(table: Comparison) -> Iterator[str]:
+    """Yield one line if answers ran into the token limit, where they are drawn or long. A short answer
+    may stop there: it has said what was asked."""
+    parts = []
+    for entry in table.entries:
+        drawn = _samples(entry.run.config.get("generation") or {}) > 1
+        cut = [r for r in entry.run.records if r.replies and r.replies[-1].stop == "length"]
+        if count := sum(drawn or len(record.tokens) >= LONG_ANSWER for record in cut):
+            parts.append(f"{entry.title} {count} of {len(entry.run.records)}")
+    if parts:
+        yield f"Caution: answers ran into the token limit: {', '.join(parts)}."
+
+
 def _of_row(entry: ReportRow) -> Iterator[str]:
     """Yield what is missing from a row, and a note if it read much more or less than its budget."""
     row, config = entry.summary, entry.run.config
@@ -136,7 +161,9 @@ def _of_row(entry: ReportRow) -> Iterator[str]:
     asked, read = row["budget"]["asked"], row["budget"]["attended"]["share"]
     plain = config.get("budget_rule", "read") == "read" and config.get("align", "tokens") == "tokens"
     plain = plain and not config.get("dense_layers") and row["budget"].get("counts") != COUNTS_ANSWER
-    if plain and isinstance(asked, float) and read is not None and abs(read - asked) > OFF_BUDGET * asked:
+    at_most = config.get("budget_mass") is not None or entry.run.info.get("method") == "vattention"  # upper limits
+    off = 0 if read is None or not isinstance(asked, float) else read - asked if at_most else abs(read - asked)
+    if plain and off > OFF_BUDGET * (asked or 0):
         why = next((f": {reason}" for record in entry.run.records if (reason := record.fallback)), "")
         yield f"{entry.title} read {percent(read)} % of the prompt, not {percent(asked)} %{why}"
 

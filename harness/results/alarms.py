@@ -24,7 +24,7 @@ MEANINGS = {  # what a kind of alarm says of the rows that it counts, the most i
     "same_as_full": "all outputs are Full's though only a part was read: did the method run?",
     "at_chance": "Full itself is near guessing, so no loss can show",
     "simulated": "simulated",
-    "budgets_differ": "budgets do not mean the same in all rows",
+    "budgets_differ": "budgets differ",
     SHARED: "others used the machine, so times mean little",
     "full_elsewhere": "Full ran on another machine or over an hour apart, so times do not compare",
     "lost_turns": "stored histories were lost and computed again, so answers may differ",
@@ -61,6 +61,8 @@ class Alarm:
         rows = "all rows" if self.count == self.of > 1 else ", ".join(self.rows)
         if self.kind == "simulated":
             return f"{rows}: {self.reason}"
+        if self.kind == "budgets_differ":  # the reason names the rows
+            return f"{MEANINGS[self.kind]}: {self.reason}"
         return f"{rows}: {MEANINGS[self.kind]}{f': {self.reason}' if self.reason else ''}"
 
 
@@ -122,7 +124,10 @@ def _budgets(rows: Sequence[AlarmRow]) -> Iterator[tuple[list[AlarmRow], str]]:
     ruled = [row for row in rows if any(row.summary["budget"].get(key) for key in ("asked", "layers", "bytes"))]
     meanings: dict[str, Callable[[AlarmRow], str | None]] = {
         "budget": _unit,
-        "counts": lambda row: str(row.summary["budget"].get("counts", "prompt")),
+        "counts": lambda row: (
+            f"{row.summary['budget'].get('counts', 'prompt')}"
+            + (f" (+{extra} buffer)" if (extra := row.summary["budget"].get("extra_rows")) else "")
+        ),
         # a rule that changes nothing for a method makes no difference
         "budget_rule": lambda row: (
             row.run.config.get("budget_rule", "read")
@@ -138,7 +143,8 @@ def _budgets(rows: Sequence[AlarmRow]) -> Iterator[tuple[list[AlarmRow], str]]:
             if (kind := meaning(row)) is not None:
                 kinds[kind].append(row)
         if len(kinds) > 1:
-            reason = "; ".join(f"{name}={kind}: {', '.join(row.title for row in some)}" for kind, some in kinds.items())
+            by_size = sorted(kinds.items(), key=lambda item: len(item[1]))  # the longest list of rows last
+            reason = "; ".join(f"{name}={kind}: {', '.join(row.title for row in some)}" for kind, some in by_size)
             yield [row for some in kinds.values() for row in some], reason
 
 

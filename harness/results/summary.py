@@ -80,6 +80,7 @@ def summarise(
         | {what: _read(records, what) for what in ("attended", "union")}
         | {
             "counts": (info.get("budget_use") or {}).get("counts", "prompt"),
+            "extra_rows": (info.get("budget_use") or {}).get("extra_rows", 0),
             "total_tokens": over_known(fmean, [record.measured.get("attended_total") for record in records]),
         },
         **{key: config.get(key) for key in ("protocol", "placement", "codec", "dtype", "device", "batch", "seed")},

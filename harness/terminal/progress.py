@@ -57,19 +57,22 @@ def progress(
     sizes: Sequence[int],
     *,
     size: Callable[[T], int],
+    before: int = 0,
     what: str = "examples",
     unit: str = "tok",
     clock: Callable[[], float] = monotonic,
 ) -> Iterator[T]:
     """Yield `results` as they come and show progress. `sizes`: the amount of work of each expected
-    result (such as prompt tokens); `size`: a function that returns it for one result."""
+    result (such as prompt tokens); `size`: a function that returns it for one result; `before`: how
+    many results were there already."""
     title, is_log = f"{_counter.get()}{label}", not (_alone.get() and sys.stderr.isatty())
-    begun = last = clock()
+    begun, total = clock(), before + len(sizes)
+    last = begun
     with tqdm(total=sum(sizes), desc=title, unit=unit, unit_scale=True, disable=is_log) as bar:
-        for done, result in enumerate(results, 1):
+        for done, result in enumerate(results, before + 1):
             yield result
-            bar.set_postfix_str(f"{done}/{len(sizes)} {what}", refresh=False)
+            bar.set_postfix_str(f"{done}/{total} {what}", refresh=False)
             bar.update(size(result))
-            if is_log and (done == len(sizes) or clock() - last >= EVERY_S):
+            if is_log and (done == total or clock() - last >= EVERY_S):
                 last = clock()
-                warn(f"{title}: {done}/{len(sizes)} {what}, {last - begun:.0f} s")
+                warn(f"{title}: {done}/{total} {what}, {last - begun:.0f} s")

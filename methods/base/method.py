@@ -231,10 +231,13 @@ class Method(metaclass=_TupleForList):
             return
         tokens = budget.tokens(LONG, layer)
         if tokens < self.smallest_budget:
+            has_parameters = bool(getattr(self, "__dataclass_fields__", ()))
+            rows = "rows of prompt and answer" if self.counts_answer else "prompt tokens"
+            needs = "its sinks and windows need" if has_parameters else "it needs at least"
+            smaller = ", or make the method's windows smaller" * has_parameters
             raise BudgetError(
-                f"budget={budget} gives {name} {tokens} prompt tokens, but its sinks and windows need "
-                f"{self.smallest_budget}: set budget to at least {budget.least(self.smallest_budget, LONG, layer)}, or "
-                "make the method's windows smaller."
+                f"budget={budget} gives {name} {tokens} {rows}, but {needs} {self.smallest_budget}: set budget to at "
+                f"least {budget.least(self.smallest_budget, LONG, layer)}{smaller}."
             )
 
 

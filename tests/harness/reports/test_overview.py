@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from harness.commands import report
+from harness.reports.columns import overview
 from harness.reports.compare import comparisons
 from harness.reports.overview import WIDTH, lines
 from harness.results.run_folder import load
-from tests.fake_records import records, write_run
+from tests.fake_records import record, records, write_run
 
 SPARSE: dict[str, Any] = {"attended_prompt": 10.0, "attended_total": 12.0}
 
@@ -79,6 +80,29 @@ def test_it_names_thoughts_another_rotation_and_why_all_was_read(tmp_path: Path)
     assert "1 prompt of 100 tokens" in text
     assert "quest 10%: 0 of 1 answers thought, though thinking=20" in text
     assert "quest 10% read 100.0 % of the prompt, not 10.0 %: all is read" in text
+
+
+def test_drawn_answers_are_named_as_such_and_as_cut_off(tmp_path: Path) -> None:
+    drawn = [record(f"q{n // 4}/sample {n % 4}", unit=f"q{n // 4}", stop="length") for n in range(8)]
+    write_run(tmp_path, drawn, generation={"samples": 4, "temperature": 0.8})
+    first, *_, caution = shown(tmp_path)
+    assert first.startswith("2 prompts of 100 tokens x 4 answers at temperature 0.8; score: pass@1 (")
+    assert caution == "Caution: answers ran into the token limit: full 8 of 8."
+
+
+def test_a_budget_of_prompt_and_answer_shows_what_compares(tmp_path: Path) -> None:
+    use = {"counts": "prompt and answer", "extra_rows": 128}
+    write_run(tmp_path, records([1.0] * 4))
+    write_run(tmp_path, records([1.0] * 4, **SPARSE), "rkv", budget=10, facts={"budget_use": use})
+    write_run(tmp_path, records([1.0] * 4, **SPARSE), "quest", budget=0.1)
+    write_run(tmp_path, records([1.0] * 4, attended_prompt=2.0), "vattention", budget=0.1)
+    [table] = comparisons([load(file.parent) for file in tmp_path.rglob("run.json")])
+    columns = {column.head: column.cells for column in overview(table)}
+    assert "10+128 in all" in columns["budget"]
+    assert columns["read\nin all"].count("12.0") == 2
+    text = "\n".join(lines(table))
+    assert "Caution: budgets differ: counts=prompt and answer (+128 buffer): rkv 10+128 in all; " in text
+    assert "vattention 10% read" not in text
 
 
 def test_what_must_be_wrong_comes_first_and_is_red_on_a_terminal(
