@@ -44,10 +44,9 @@ def lint(
             "use shorter prompts or answers (generation.max_new_tokens), a model with a longer window, leave such "
             "examples out (too_long=skip), or cut their contexts (too_long=middle or left)."
         )
-        if new_tokens >= window and not thought:
-            room = window - before - len(prompt.ids)
-            fitting = f"=N, here up to {room}" if room > 0 else ""
-            fewer = f"allow fewer new tokens (generation.max_new_tokens{fitting})"
+        room = window - before - len(prompt.ids)
+        if new_tokens >= window and room > 0 and not thought:  # no cut of the prompt can help
+            fewer = f"allow fewer new tokens (generation.max_new_tokens=N, here up to {room})"
             remedy = f"{fewer}, or use a model with a longer window."
         yield Finding(
             "error",

@@ -21,6 +21,12 @@ RUNS = {  # kind -> words of `python -m harness`, and what the sentence has to n
     "percent": (["budget=20%"], "0.2"),
     "out of range": (["budget=1.5"], "budget=1.5"),
     "below the method's least": (["budget=20"], "at least 33"),
+    "a method without windows": (
+        ["method=tova", "budget=1"],
+        "budget=1 gives TOVA 1 rows of prompt and answer, but it needs",
+    ),
+    "samples of rounds": (["task.samples=2"], "did you mean task.rounds?"),
+    "a setting below a group": (["method.codec=tq4"], "codec is a setting of the run, so write codec=tq4"),
     "no number": (["generation.temperature=nan"], "generation.temperature=nan"),
     "no size": (["budget_bytes=lots"], "budget_bytes=lots"),
     "unknown choice": (["protocol=contxt"], "protocol=contxt"),

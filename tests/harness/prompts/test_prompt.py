@@ -238,6 +238,11 @@ def test_lint_counts_new_tokens_against_the_window() -> None:
     tok = tokenizer()
     length = len(render(example(), tok, chat="template").ids)
     assert codes(example(), tok, window=length + 8) == {}
+    prompt = render(example(), tok, chat="template")
+    cut, shorter = (next(lint(example(), prompt, tok, length + 4, new)).message for new in (8, length + 4))
+    assert "too_long=middle" in cut
+    assert "here up to 4), or" in shorter
+    assert "too_long" not in shorter
     assert codes(example(), tok, window=length + 7) == {"window": "error"}
 
 
