@@ -18,14 +18,14 @@ from harness.terminal.tables import percent
 WIDTH = 120  # characters of the table
 LINE = WIDTH - 2  # of a line below the table, which is indented
 ALARM = "ALARM: "  # begins a line on what must be wrong
-MOST_LINES = 4  # below the table, with one more that says where the rest is
+MOST_LINES = 5  # below the table, with one more that says where the rest is
 OFF_BUDGET = 0.1  # of the budget: what steps read may differ from it by so much
 LONG_ANSWER = 256  # tokens; in an answer of so many the end is what counts
 TAIL = 36  # characters at the end of a line that is cut
 
 
 def lines(table: Comparison, rest: str = "with --details") -> list[str]:
-    """Return the lines below the first table, shortened to fit: at most four. The last line counts
+    """Return the lines below the first table, shortened to fit: at most five. The last line counts
     those that are left out; `rest` says where they are found."""
     shown = [_compared(table), *_too_long(table), *(_listed(*parts) for parts in _conclusions(table))]
     known, most = list(_cautions(table)), max(1, MOST_LINES - len(shown))
@@ -46,7 +46,7 @@ def _compared(table: Comparison) -> str:
     lengths = [record.prompt_tokens for entry in table.entries for record in entry.run.records]
     generation = max((entry.run.config.get("generation") or {} for entry in table.entries), key=_samples)
     drawn, temperature = _samples(generation), generation.get("temperature")
-    metric = f"pass@1 ({table.metric})" if drawn > 1 else table.metric
+    metric = "pass@1" if drawn > 1 else table.metric
     measure = "perplexity, the lower the better" if table.of_perplexity else f"{metric}, 0 to 100"
     where = dict.fromkeys(machine_of(entry.run) for entry in table.entries)
     machine = next(iter(where)) if len(where) == 1 else f"{len(where)} different machines"
@@ -119,6 +119,7 @@ def _cautions(table: Comparison) -> Iterator[str]:
         titles = [entry.title for entry in table.entries if caution in entry.run.info.get("cautions", ())]
         doubts.append(f"{', '.join(titles) if len(titles) < len(table.entries) else 'all rows'}: {caution}")
     doubts += [alarm.text for alarm in table.alarms if not alarm.red]
+    doubts += [text for entry in table.entries for text in _off_budget(entry)]
     yield from (f"Caution: {text}." for text in doubts)
 
 
@@ -147,7 +148,7 @@ def _out_of_tokens(table: Comparison) -> Iterator[str]:
 
 
 def _of_row(entry: ReportRow) -> Iterator[str]:
-    """Yield what is missing from a row, and a note if it read much more or less than its budget."""
+    """Yield what is missing from a row."""
     row, config = entry.summary, entry.run.config
     if row["status"] != "complete":
         yield f"{entry.title}: {row['status']} after {row['num_examples']} examples"
@@ -158,6 +159,11 @@ def _of_row(entry: ReportRow) -> Iterator[str]:
     thoughts = [record.thought_tokens for record in entry.run.records if record.thought_tokens is not None]
     if thoughts and not any(thoughts):
         yield f"{entry.title}: 0 of {len(thoughts)} answers thought, though thinking={config.get('thinking')}"
+
+
+def _off_budget(entry: ReportRow) -> Iterator[str]:
+    """Yield a note if a row read much more or less than its budget."""
+    row, config = entry.summary, entry.run.config
     asked, read = row["budget"]["asked"], row["budget"]["attended"]["share"]
     plain = config.get("budget_rule", "read") == "read" and config.get("align", "tokens") == "tokens"
     plain = plain and not config.get("dense_layers") and row["budget"].get("counts") != COUNTS_ANSWER

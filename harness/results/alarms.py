@@ -23,8 +23,8 @@ MEANINGS = {  # what a kind of alarm says of the rows that it counts, the most i
     "above_full": "score above Full, so look for a bug",
     "same_as_full": "all outputs are Full's though only a part was read: did the method run?",
     "at_chance": "Full itself is near guessing, so no loss can show",
-    "simulated": "simulated",
     "budgets_differ": "budgets differ",
+    "simulated": "simulated",
     SHARED: "others used the machine, so times mean little",
     "full_elsewhere": "Full ran on another machine or over an hour apart, so times do not compare",
     "lost_turns": "stored histories were lost and computed again, so answers may differ",
@@ -124,10 +124,7 @@ def _budgets(rows: Sequence[AlarmRow]) -> Iterator[tuple[list[AlarmRow], str]]:
     ruled = [row for row in rows if any(row.summary["budget"].get(key) for key in ("asked", "layers", "bytes"))]
     meanings: dict[str, Callable[[AlarmRow], str | None]] = {
         "budget": _unit,
-        "counts": lambda row: (
-            f"{row.summary['budget'].get('counts', 'prompt')}"
-            + (f" (+{extra} buffer)" if (extra := row.summary["budget"].get("extra_rows")) else "")
-        ),
+        "counts": lambda row: str(row.summary["budget"].get("counts", "prompt")),
         # a rule that changes nothing for a method makes no difference
         "budget_rule": lambda row: (
             row.run.config.get("budget_rule", "read")

@@ -63,7 +63,7 @@ def test_a_row_that_stands_alone_is_compared_with_nothing(tmp_path: Path) -> Non
 
 def test_a_long_caution_keeps_its_end_and_others_are_counted(tmp_path: Path) -> None:
     write_run(tmp_path, records([1.0] * 12))
-    for place in range(3):
+    for place in range(4):
         write_run(tmp_path, records([1.0] * 12, attended_prompt=90.0), f"a_method_of_a_long_name_{place}", budget=0.1)
     last = shown(tmp_path)[-1]
     assert len(last) <= WIDTH - 2
@@ -86,7 +86,7 @@ def test_drawn_answers_are_named_as_such_and_as_cut_off(tmp_path: Path) -> None:
     drawn = [record(f"q{n // 4}/sample {n % 4}", unit=f"q{n // 4}", stop="length") for n in range(8)]
     write_run(tmp_path, drawn, generation={"samples": 4, "temperature": 0.8})
     first, *_, caution = shown(tmp_path)
-    assert first.startswith("2 prompts of 100 tokens x 4 answers at temperature 0.8; score: pass@1 (")
+    assert first.startswith("2 prompts of 100 tokens x 4 answers at temperature 0.8; score: pass@1, ")
     assert caution == "Caution: answers ran into the token limit: full 8 of 8."
 
 
@@ -101,7 +101,7 @@ def test_a_budget_of_prompt_and_answer_shows_what_compares(tmp_path: Path) -> No
     assert "10+128 in all" in columns["budget"]
     assert columns["read\nin all"].count("12.0") == 2
     text = "\n".join(lines(table))
-    assert "Caution: budgets differ: counts=prompt and answer (+128 buffer): rkv 10+128 in all; " in text
+    assert "Caution: budgets differ: counts=prompt and answer: rkv 10+128 in all; " in text
     assert "vattention 10% read" not in text
 
 
