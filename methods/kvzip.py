@@ -135,11 +135,10 @@ class _Ranking:
     def _share(self) -> None:
         """Rank the keys of all layers that do not read everything. A layer keeps as many as it has
         among the best, rounded so that its heads have whole numbers on average."""
-        sizes = [(policy, policy.layer.spendable()) for policy in self.policies]
         sharing = [
             (policy.spec.index, policy.scores, size)
-            for policy, size in sizes
-            if size is not None and policy.scores is not None
+            for policy in self.policies
+            if policy.scores is not None and (size := policy.layer.spendable()) is not None
         ]
         self.policies.clear()
         groups, keys = sharing[0][1].shape[1:]

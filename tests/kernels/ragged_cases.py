@@ -32,9 +32,9 @@ def attention() -> Iterator[OpCase]:
             q = 2 * random(3, len(sizes), groups * share, 1, DIM)
             for op in ("segment_attention", "segment_attention_with_lse"):
                 yield OpCase(op, f"{len(sizes)}-of-each-g{share}", (q, segments, 0.2))
-            added = random(4, len(sizes), groups, 64)
+            added = random(4, len(sizes), groups, max(sizes))
             some = segments[1]._replace(log_weights=added.masked_fill(added > 0.5, float("-inf")))
-            late = segments[2]._replace(log_weights=random(5, len(sizes), groups, 128))
+            late = segments[2]._replace(log_weights=random(5, len(sizes), groups, max(sizes) + 38))
             yield OpCase(op, f"{len(sizes)}-of-each-g{share}-weighted", (q, [sinks, some, late], 0.2))
     per_head = segment(k, v, pick(4, 3, 4, 1, 1), torch.tensor([1]))
     yield OpCase("segment_attention", "rows-of-one-number", (q, [per_head], 0.2))

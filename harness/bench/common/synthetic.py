@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from methods.base import AttnInput, KVLayer, LayerSpec
+from methods.base import AttnInput, KVLayer, LayerSpec, Piece
+from methods.layers import Layer
 
 CHUNK = 8192  # tokens taken in at a time
 QUERIES = 64  # of a chunk, its last: enough for every window, and column sums stay affordable
@@ -68,12 +69,16 @@ class LayerShape:
     def fill(self, layers: Sequence[KVLayer], tokens: int, attending: bool = False) -> None:
         """Feed the same `tokens` random prompt tokens to each layer. With `attending`, the layer's
         own prefill runs, for methods whose prefill is not dense; otherwise it only absorbs keys and
-        values."""
+        values. A method that has the model repeat its prompt sees a few random queries that repeat all
+        of it."""
         for start in range(0, tokens, CHUNK):
             count = min(CHUNK, tokens - start)
             x = self._input(start, start, count, count if attending else min(count, QUERIES), layers[0].spec.rope)
             for layer in layers:
                 layer.prefill(x) if attending else layer.absorb(x)
+        for layer in layers:
+            if isinstance(layer, Layer) and layer.method.repeats:
+                layer.repeat(self._input(tokens, tokens, QUERIES, QUERIES, layer.spec.rope), Piece(0, 0, tokens))
 
     def observe(self) -> Callable[[int], Iterator[AttnInput]]:
         """Return a function from a number of tokens to random attention inputs, one per layer. It

@@ -19,6 +19,7 @@ from harness.jobs.resolve import codec_of, resolve
 from methods.base import BudgetError, Method
 from methods.full import Full
 from methods.tiers.codec import IntCodec
+from methods.tova import TOVA
 from tests.fast import MODEL, PQ, STREAMING, niah
 from tests.methods.test_contract import NAMES, small
 from tests.tiny import prompt, tiny
@@ -109,7 +110,7 @@ def test_a_codec_is_its_bits_and_its_group(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="codec=int4g7"):
         plan(tmp_path, codec="int4g7")
     assert len({plan(tmp_path, codec=name).folder for name in (None, "int4", "int4g64")}) == 3
-    assert len({plan(tmp_path, STREAMING, codec=name).folder for name in (None, "int4")}) == 1  # has no use for one
+    assert len({plan(tmp_path, TOVA(), codec=name).folder for name in (None, "int4")}) == 1  # has no use for one
 
 
 @pytest.mark.parametrize(
