@@ -162,13 +162,14 @@ def _of_row(entry: ReportRow) -> Iterator[str]:
 
 
 def _off_budget(entry: ReportRow) -> Iterator[str]:
-    """Yield a note if a row read much more or less than its budget."""
+    """Yield a note if a row read much more or less than its budget. Where heads read as many tokens as
+    they need, the budget is an upper limit."""
     row, config = entry.summary, entry.run.config
     asked, read = row["budget"]["asked"], row["budget"]["attended"]["share"]
     plain = config.get("budget_rule", "read") == "read" and config.get("align", "tokens") == "tokens"
     plain = plain and not config.get("dense_layers") and row["budget"].get("counts") != COUNTS_ANSWER
-    at_most = config.get("budget_mass") is not None or entry.run.info.get("method") == "vattention"  # upper limits
-    off = 0 if read is None or not isinstance(asked, float) else read - asked if at_most else abs(read - asked)
+    varies = any(record.measured.get("attended_p50") is not None for record in entry.run.records)
+    off = 0 if read is None or not isinstance(asked, float) else read - asked if varies else abs(read - asked)
     if plain and off > OFF_BUDGET * (asked or 0):
         why = next((f": {reason}" for record in entry.run.records if (reason := record.fallback)), "")
         yield f"{entry.title} read {percent(read)} % of the prompt, not {percent(asked)} %{why}"

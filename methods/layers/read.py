@@ -161,13 +161,14 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         return None if self.request.budget is None else self.request.budget.mass
 
     def always_read(self) -> list[Segment]:
-        """Return the segments of the store that every step reads, whatever it chooses."""
-        raise NotImplementedError
+        """Return the segments of the store that every step reads, whatever it chooses. Only methods that
+        take a budget by mass (`Method.mass_refusal`) need it, and `candidates`."""
+        raise NotImplementedError(f"{type(self).__name__} takes no budget by mass: write `always_read`.")
 
     def candidates(self) -> Segment:
         """Return the keys and values of which a step chooses, if they are still in the store; `select`
         numbers them from the first one."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} takes no budget by mass: write `candidates`.")
 
     def absent(self, rows: Tensor) -> Tensor | None:
         """Return a mask of the entries of `rows`, a choice of `select`, that stand for no token; None

@@ -95,7 +95,7 @@ def test_a_budget_of_prompt_and_answer_shows_what_compares(tmp_path: Path) -> No
     write_run(tmp_path, records([1.0] * 4))
     write_run(tmp_path, records([1.0] * 4, **SPARSE), "rkv", budget=10, facts={"budget_use": use})
     write_run(tmp_path, records([1.0] * 4, **SPARSE), "quest", budget=0.1)
-    write_run(tmp_path, records([1.0] * 4, attended_prompt=2.0), "vattention", budget=0.1)
+    write_run(tmp_path, records([1.0] * 4, attended_prompt=2.0, attended_p50=2.0), "vattention", budget=0.1)
     [table] = comparisons([load(file.parent) for file in tmp_path.rglob("run.json")])
     columns = {column.head: column.cells for column in overview(table)}
     assert "10+128 in all" in columns["budget"]
