@@ -21,7 +21,7 @@ OUT = Path("results/runs/serving")
 
 
 @as_command("the same command goes on after the runs that are finished")
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_intermixed_args(arguments)
     say_once.cache_clear()
     from harness.cachedattention.serving.plan import points
@@ -35,8 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prices = (costs.load(options.costs) if options.costs else costs.load()).prices
     runs = Runs(points(options.overrides), options.out, prices, options.config_dir)
     runs.serve()
-    say(f"\n{runs.text()}")
-    say("\nwrote " + ", ".join(str(path) for path in runs.write()))
+    if runs.rows:
+        say(f"\n{runs.text()}")
+        say("\nwrote " + ", ".join(str(path) for path in runs.write()))
+    return int(len(runs.rows) < len(runs.plans))
 
 
 def _parser() -> argparse.ArgumentParser:

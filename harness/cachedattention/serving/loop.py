@@ -169,8 +169,11 @@ class ServingLoop:
 
     def _finish(self, slot: RunningSequence, talk: ServedConversation) -> None:
         """End a conversation's turn: save its cache, record its times, and plan its next question
-        for when the user has thought."""
+        for when the user has thought. Raise `NotFiniteError` for an answer from logits that are not
+        finite."""
         ended_s, found, [tokens], [stop] = self.clock.now(), talk.found, slot.out.tokens, slot.out.stops
+        if slot.out.not_finite is not None:
+            raise self.engine.not_finite(self._tensor(talk.text), [tokens], slot.out.not_finite)
         talk.answered(tokens, stop)
         saved = talk.save()
         answer = Answer(

@@ -16,12 +16,14 @@ from harness.cachedattention.serving.loop import Clock, ServingLoop
 from harness.cachedattention.serving.plan import ServingPlan, TrafficPoint
 from harness.cachedattention.simulation.costs import Prices
 from harness.cachedattention.turns.stored import StoredCaches
+from harness.config.errors import one_sentence
 from harness.engine.hf import routed
 from harness.jobs.memory import conversation_bytes
+from harness.jobs.questions import let_go, refuse_to_go_on
 from harness.jobs.runner import Runner
 from harness.results.files import digest, read_json, write_csv, write_json, write_lines
 from harness.results.provenance import provenance
-from harness.terminal.notices import warn
+from harness.terminal.notices import complain, warn
 from harness.terminal.progress import progress
 from harness.terminal.tables import digits, percent
 
@@ -40,16 +42,17 @@ class Runs:
     ) -> None:
         self.out, self.prices = out, prices
         self.plans: list[ServingPlan] = []
+        self.rows: list[tuple[ServingPlan, ServedRow]] = []  # of the runs that are made
         systems: dict[str, ServingPlan] = {}
         for point in points:
             if point.system not in systems:
                 systems[point.system] = ServingPlan.of(point, config_dirs)
             self.plans.append(systems[point.system].at(point))
-        self.rows: list[ServedRow] = []
 
     def serve(self) -> None:
         """Make all runs, one after the other. A run that an earlier command has finished is read
-        from its folder instead."""
+        from its folder instead. If one of several runs fails, its error is printed and the others
+        are made, unless they would fail the same way."""
         for plan in self.plans:
             plan.job.remove_leftovers()
             folder = self.out / plan.folder
@@ -60,30 +63,37 @@ class Runs:
                 turns = sum(len(session.item.turns) for session in plan.sessions)
                 warn(f"{plan.label}: {turns} turns of {len(plan.sessions)} sessions")
                 folder.mkdir(parents=True, exist_ok=True)
-                row = served(plan, folder)
+                try:
+                    row = served(plan, folder)
+                except Exception as error:
+                    if len(self.plans) == 1:
+                        raise
+                    refuse_to_go_on(error)
+                    complain(f"{plan.label}: {one_sentence(error)}")
+                    let_go(error)
+                    continue
                 write_json(folder / RUN, row)  # last: a folder that has it is finished
             totals = row["figures"] | cost(row["figures"]["busy_s"], self.prices, row["reserved"])
-            self.rows.append({**row, "figures": totals})
+            self.rows.append((plan, {**row, "figures": totals}))
             first = f"p90 of TTFT {digits(totals['ttft_p90_s'])} s, hits {percent(totals['hit_rate'])} %"
             warn(f"{plan.label}: {first}{' (was there already)' * known}")
 
     def text(self) -> str:
-        return table([plan.point.others for plan in self.plans], self._flat)
+        return table([plan.point.others for plan, _ in self.rows], self._flat)
 
     @property
     def _flat(self) -> list[ServedRow]:
         """Return one row per run for a spreadsheet: the keys that vary, the rate, and the
         totals."""
-        rows = zip(self.plans, self.rows, strict=True)
-        return [{**plan.point.others, "rate": plan.rate, **row["figures"]} for plan, row in rows]
+        return [{**plan.point.others, "rate": plan.rate, **row["figures"]} for plan, row in self.rows]
 
     def write(self) -> list[Path]:
         """Write the tables over all runs; return their files. The same runs at the same prices have
         the same folder."""
-        asked = {"runs": [plan.identity for plan in self.plans], "prices": asdict(self.prices)}
-        folder = self.out / "tables" / f"{len(self.plans)}-runs-{digest(asked)[:8]}"
+        asked = {"runs": [plan.identity for plan, _ in self.rows], "prices": asdict(self.prices)}
+        folder = self.out / "tables" / f"{len(self.rows)}-runs-{digest(asked)[:8]}"
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / RUN, {"schema": SCHEMA, "runs": self.rows})
+        write_json(folder / RUN, {"schema": SCHEMA, "runs": [row for _, row in self.rows]})
         write_csv(folder / "serving.csv", self._flat)
         return [folder / RUN, folder / "serving.csv"]
 

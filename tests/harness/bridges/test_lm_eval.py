@@ -244,6 +244,32 @@ def test_tasks_with_few_shots_and_chat_templates(tmp_path: Path) -> None:
     assert results["config"]["kv_budget"] == "0.9"
 
 
+def test_the_same_command_goes_on_after_an_error_with_what_its_use_cache_file_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    read, contexts = ScoredQuestion._read, list[int]()
+
+    def fails(question: ScoredQuestion, whole: Any) -> Tensor:
+        contexts.append(question.number)
+        if len(contexts) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return read(question, whole)
+
+    def evaluated(**keywords: Any) -> Any:
+        manager = TaskManager(include_path=str(own_task(tmp_path)), include_defaults=False)
+        return simple_evaluate(ours(), tasks=["own"], task_manager=manager, bootstrap_iters=0, **keywords)["results"]
+
+    whole = evaluated()
+    monkeypatch.setattr(ScoredQuestion, "_read", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        evaluated(use_cache=str(tmp_path / "kept"))
+    assert evaluated(use_cache=str(tmp_path / "kept")) == whole
+    assert len(contexts) == 3 + 5 - 2
+
+
 @pytest.mark.slow  # it lists all its tasks, which takes many seconds
 def test_their_command_knows_our_model(tmp_path: Path) -> None:
     arguments = ",".join(f"{key}={value}" for key, value in SHARED.items())

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
 from harness.cachedattention.serving.figures import Answer
 from harness.cachedattention.serving.loop import Clock, ServingLoop
@@ -18,12 +19,13 @@ from harness.cachedattention.turns.caches import CachesBetweenTurns, DevicePrefi
 from harness.cachedattention.turns.stored import StoredCaches
 from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
+from harness.engine.engine import NotFiniteError
 from methods.base import Method
 from methods.full import Full
 from methods.snapkv import SnapKV
 from tests.talks import session
 from tests.timed import Time, Timed, ending
-from tests.tiny import tiny
+from tests.tiny import fresh, tiny
 
 Kind = Callable[[Attachment], CachesBetweenTurns]
 
@@ -43,9 +45,11 @@ def store(kv: Attachment) -> CachesBetweenTurns:
 
 
 @contextmanager
-def server(kind: Kind = recompute, method: Method | None = None, slots: int = 2) -> Iterator[ServingLoop]:
+def server(
+    kind: Kind = recompute, method: Method | None = None, slots: int = 2, model: Any = None
+) -> Iterator[ServingLoop]:
     time = Time()
-    with attached(tiny("llama"), method or Full(), budget=0.5) as kv:
+    with attached(model or tiny("llama"), method or Full(), budget=0.5) as kv:
         histories, engine = kind(kv), Timed(kv, time)
         yield ServingLoop(engine, histories, Clock(time, time.passes), ending=ending, slots=slots)
         histories.close()
@@ -108,6 +112,13 @@ def test_tokens_are_those_of_each_conversation_alone(kind: Kind, method: Method)
             key: answer.tokens for key, answer in together.items() if key[0] == one.name
         }
     assert len(together) == 15
+
+
+def test_an_answer_from_logits_that_are_not_finite_is_no_answer() -> None:
+    damaged: Any = fresh("llama")
+    damaged.model.layers[1].mlp.down_proj.weight.data.fill_(torch.nan)
+    with server(model=damaged) as loop, pytest.raises(NotFiniteError, match=r"layer 1 .*mlp\.down_proj"):
+        list(loop.serve([session("a", 0.0, (10, 4))]))
 
 
 @pytest.mark.tokens

@@ -11,8 +11,10 @@ from statistics import fmean, pstdev
 from typing import Any
 
 import pytest
+import torch
 
 from harness.cachedattention.serving.figures import Answer, cost, figures
+from harness.cachedattention.serving.loop import ServingLoop
 from harness.cachedattention.serving.plan import TrafficSettings, drawn, points
 from harness.cachedattention.simulation import costs
 from harness.cachedattention.turns import opening
@@ -92,6 +94,32 @@ def test_a_disk_tier_is_empty_at_first_and_a_finished_run_is_not_made_again(serv
     code, _, err = serve(*words, "think_s=0.01")
     assert (code, err.count("already")) == (0, 2), err
     assert [(folder / "turns.jsonl").read_bytes() for folder, _ in _folders(tmp_path / "out")] == before
+
+
+def test_a_turn_that_fails_ends_its_run_and_the_other_runs_are_made(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, words = ServingLoop._step, ("task=talks", "method=full", "rate=50,60,70", "think_s=0.01")
+
+    def fails(loop: ServingLoop) -> None:
+        if loop.ending.__self__.folder.name.startswith("full_device_prefix_60_"):  # type: ignore[attr-defined]
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        step(loop)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ServingLoop, "_step", fails)
+        code, out, err = serve(*words)
+    assert (code, err.count("p90 of TTFT")) == (1, 2)
+    assert "error: rate=60: Out of memory (CUDA out of memory)" in err
+    assert [line.split()[0] for line in out.splitlines() if line[:1].isdigit()] == ["50.0", "70.0"]
+    made = json.loads((_table(tmp_path / "out") / "serving.json").read_text())["runs"]
+    assert [run["settings"]["rate"] for run in made] == [50, 70]
+    with monkeypatch.context() as patch:
+        patch.setattr(ServingLoop, "_step", fails)
+        code, out, err = serve(*words[:2], "rate=60", "think_s=0.01")
+    assert (code, out, err.count("error: Out of memory")) == (2, "", 1)
+    code, out, err = serve(*words)
+    assert (code, err.count("was there already"), err.count("p90 of TTFT")) == (0, 2, 3)
 
 
 @pytest.mark.parametrize(
