@@ -162,6 +162,7 @@ class KVzip(PolicyMethod):
 
     selects: ClassVar[bool] = False
     repeats: ClassVar[bool] = True
+    encodes: ClassVar[bool] = True
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks"}
     tunable: ClassVar[Grids] = {"chunk": (500, 1000, 2000, 4000), "share": ("model", "layer", "head")}
 

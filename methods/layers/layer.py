@@ -77,7 +77,7 @@ class Layer(Storage, capturable=True):
         if self.keeps is not None:
             self.keeps.close(self.evicted - before)
         self.sealed, self.prompt_end, self.later, self.prompt_left = self.store.length, self.seen, None, None
-        if self.reads is None and self.evicted > before and self.request.codec is not None:
+        if self.reads is None and self.evicted and self.request.codec is not None:
             self.encode()
         if self.reads is not None:
             self.reads.seal(limit)

@@ -98,7 +98,7 @@ def test_the_formula_is_what_is_held_and_moved(name: str, placement: str, budget
     assert_near(*measured(method, budget, placement))
 
 
-PER_HEAD = ("adakv", "ada_pyramid")  # how many tokens of a head fill no block is as the votes fall
+PER_HEAD = ("adakv", "ada_pyramid", "kvzip")  # how many tokens of a head fill no block is as the votes fall
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if small(name).encodes])
