@@ -99,6 +99,7 @@ class Example:
     apart: bool = False  # context and question are tokenised apart, and no template strips the question (kvpress)
     chat: bool = True  # whether the chat template goes around it (in LongBench not around few-shot and code)
     stop: tuple[str, ...] = ()
+    long_question: bool = False  # the question holds a document, which too_long cuts if the context is too short for it
     max_prompt_tokens: int | None = None  # a longer prompt is cut in the middle, before wrapping (LongBench)
     data: Mapping[str, Any] = field(default_factory=dict)  # what score and plots need: depth, length, all_classes ...
     further: tuple[Turn, ...] = ()  # the user turns after the first

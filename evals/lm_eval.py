@@ -118,6 +118,7 @@ class LmEval(Task):
             group=leaf.name,
             context=context,
             question=question,
+            long_question=True,
             prefix=prefix,
             references=_references(leaf, number, doc),
             choices=choices,

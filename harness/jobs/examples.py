@@ -270,15 +270,19 @@ def _samples(item: PreparedExample, count: int) -> Iterator[PreparedExample]:
 
 
 def _fitted(item: PreparedExample, make: Make, side: str, window: int) -> PreparedExample | None:
-    """Return the example with its context cut on `side`, so that it fits the window; None for
-    too_long=skip, and if no context is left. A text that was cut may have other tokens at the seam
-    than were counted, so it is cut until it fits."""
-    try:
-        while side != "skip" and item.needed > window:
-            before = item.prompt.cut.tokens if item.prompt.cut else 0
-            item = make(item.example, cut=Cut(side, before + item.needed - window))  # type: ignore[arg-type]
-    except ContextTooShort:
-        return None
+    """Return the example with its context cut on `side`, or context and question together where the
+    context is too short and the task says that the question is long, so that it fits the window;
+    None for too_long=skip, and if nothing is left. A text that was cut may have other tokens at the
+    seam than were counted, so it is cut until it fits."""
+    question = False
+    while side != "skip" and item.needed > window:
+        before = item.prompt.cut.tokens if item.prompt.cut else 0
+        try:
+            item = make(item.example, cut=Cut(side, before + item.needed - window, question))  # type: ignore[arg-type]
+        except ContextTooShort:
+            if question or not item.example.long_question:
+                return None
+            question = True
     return item if item.needed <= window else None
 
 
@@ -287,13 +291,13 @@ def _cut_alike(items: Sequence[PreparedExample], make: Make, side: str, window: 
     context lose the same part of it, so that they can share its prefill."""
     most = dict[tuple[str, str], Cut]()
     for item in items:
-        if cut := item.prompt.cut:
+        if (cut := item.prompt.cut) and not cut.question:
             key = item.example.context, item.example.system
             most[key] = max(cut, most.get(key, cut))
 
     def alike_cut(item: PreparedExample) -> PreparedExample:
         cut = most.get((item.example.context, item.example.system))
-        if item.prompt.cut in (None, cut):
+        if not item.prompt.cut or item.prompt.cut.question or item.prompt.cut == cut:
             return item
         return _fitted(make(item.example, cut=cut), make, side, window) or item
 

@@ -64,10 +64,11 @@ class ContextTooShort(PromptError):
 
 class Cut(NamedTuple):
     """Say how many tokens leave a context that is too long for the window: its middle, or its left,
-    which is the beginning."""
+    which is the beginning. `question`: the question is part of what is cut."""
 
     side: Literal["middle", "left"]
     tokens: int
+    question: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,8 @@ def render(
     template = chat == "template" and example.chat
     context, question, cut_tokens = cut_middle(example, tokenizer)
     if cut is not None:
+        if cut.question:
+            context, question = context + question, ""
         context, cut_tokens = shortened(context, tokenizer, cut), cut_tokens + cut.tokens
     around = shell(tokenizer, example.system, keywords, template=template, earlier=example.earlier)
     in_turn = partial(

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from evals.base import Example, Score, Task, TaskEnv, Turn
+from evals.lm_eval import LmEval
 from harness.config.settings import Results, Settings
 from harness.jobs.evaluate import evaluate
 from harness.jobs.examples import LintError, itemised, prepare
@@ -100,6 +101,24 @@ def test_one_long_document_does_not_refuse_the_others(
     assert err.count("finished, reused") == 2
     assert again == out
     assert [len((run.folder / "examples.jsonl").read_text().splitlines()) for run in runs] == [4, 4]
+
+
+@pytest.mark.parametrize("side", ["middle", "left"])
+def test_a_document_behind_a_description_is_cut_with_it(rows: Path, model: HuggingFace, side: Any) -> None:
+    """lm-eval's description is the context, and all of the document the question."""
+    pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'kv-harness[lm-eval]'")
+    described, docs = "Read this text.\n\n", [" ".join(WORDS[:count]) for count in (60, 2000, 3000, 70)]
+    (rows / "docs.jsonl").write_text("".join(json.dumps({"context": doc, "answer": "x"}) + "\n" for doc in docs))
+    text = (rows / "mine.yaml").read_text()
+    (rows / "mine.yaml").write_text(f"{text}description: {json.dumps(described)}\n")
+    items = prepare(LmEval(name="mine", include_path=str(rows)), model, Settings(too_long=side))
+    assert [item.needed == WINDOW for item in items] == [False, True, True, False]
+    for item, doc in zip(items, docs, strict=True):
+        whole, kept = described + doc + ASKED, WINDOW - 8
+        half = kept // 2 if side == "middle" else 0
+        cut = whole[:half] + whole[len(whole) - kept + half :] if len(whole) > kept else whole
+        assert item.prompt.text == cut
+        assert item.prompt.split == (len(described) if cut == whole else len(item.prompt.ids))
 
 
 @dataclass(frozen=True)
