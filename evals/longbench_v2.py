@@ -7,6 +7,7 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ MOST_TOKENS = 120_000  # of a prompt, in the official model2maxlen.json
 _SPARE_TOKENS = 16  # for a BOS, and for what the two halves of a cut prompt may grow by when they are tokenised again
 _TEXTS = ("question", "choice_A", "choice_B", "choice_C", "choice_D", "context", "difficulty", "length", "answer")
 _SHAPE: Shape = dict.fromkeys(_TEXTS, "text") | {"_id": "text or a whole number", "domain?": "text"}
+_LEGAL = {"answer": tuple("ABCD"), "difficulty": SPLITS[:2], "length": LENGTHS}
 _FILLED = {"$DOC$": "context", "$Q$": "question"} | {f"$C_{letter}$": f"choice_{letter}" for letter in "ABCD"}
 
 _ASKED = "What is the correct answer to this question: $Q$\nChoices:\n(A) $C_A$\n(B) $C_B$\n(C) $C_C$\n(D) $C_D$\n\n"
@@ -79,14 +81,16 @@ class LongBenchV2(Task):
         opened = open_rows(self._source, env, _SHAPE)
         reasoning = self._reasoning()
         self._opened["longbench_v2"] = opened.provenance
-        rows = [row for row in opened.rows if row["length"] in self.lengths][: self.samples]
-        for row in rows:
-            if row["answer"] not in tuple("ABCD"):
+        for row, (key, legal) in product(opened.rows, _LEGAL.items()):
+            if row[key] not in legal:
                 place = f"longbench_v2: row {row['_id']} of {opened.origin}"
-                raise TaskError(f"{place} has answer={row['answer']!r}, not A, B, C or D: correct it, or drop the row")
+                raise TaskError(
+                    f"{place} has {key}={row[key]!r}, not {' or '.join(legal)}: correct it, or drop the row"
+                )
+        for row in [row for row in opened.rows if row["length"] in self.lengths][: self.samples]:
             if reasoning is not None and str(row["_id"]) not in reasoning:
                 raise TaskError(f"{self.reasoning} has no output for {row['_id']}: finish that run first")
-            yield self._example(row, (reasoning or {}).get(str(row["_id"]), ""), env)
+            yield self._example(row, None if reasoning is None else reasoning[str(row["_id"])], env)
 
     def score(self, example: Example, output: str) -> Score:
         letter = extract(output)
@@ -133,14 +137,15 @@ class LongBenchV2(Task):
             check(line, {"output": "text"}, f"{path}: {line['id']}")
         return {line["id"]: line["output"].strip() for line in lines}
 
-    def _example(self, row: Row, reasoning: str, env: TaskEnv) -> Example:
+    def _example(self, row: Row, reasoning: str | None, env: TaskEnv) -> Example:
         head, document, tail = PROMPTS[self.prompt].partition("$DOC$")
         if not document:  # nothing stands before the question
             head, tail = head + tail, ""
+        context = _filled(head + document, row)
         return Example(
             id=str(row["_id"]),
             group="longbench_v2",
-            context=_filled(head + document, row).replace("$COT$", reasoning),
+            context=context if reasoning is None else context.replace("$COT$", reasoning),
             question=_filled(tail, row),
             references=(row["answer"],),
             max_new_tokens=self._answer_tokens,

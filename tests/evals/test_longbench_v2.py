@@ -65,6 +65,9 @@ def test_prompts_are_the_official_requests(root: Path, tmp_path: Path) -> None:
     cut = examples(root, max_prompt_tokens=300, samples=2)
     assert requests(cut) == OFFICIAL["prompts"]["cut_at_300_bytes"]
     pairs = zip(OFFICIAL["rows"], OFFICIAL["thoughts"], strict=True)
+    (marked,) = examples(write(root, [OFFICIAL["rows"][0] | {"context": "What $COT$ costs"}]))
+    assert marked.context.endswith("What $COT$ costs")
+    write(root, OFFICIAL["rows"])
     lines = [json.dumps({"id": row["_id"], "output": thought}) for row, thought in pairs]
     run = tmp_path / "run"
     run.mkdir()
@@ -116,7 +119,9 @@ def test_wrong_parameters_and_rows_are_named(root: Path, tmp_path: Path) -> None
             LongBenchV2(**cast(Any, changes))
     with pytest.raises(TaskError, match=r"task\.reasoning=run"):
         LongBenchV2(reasoning="run")
-    with pytest.raises(TaskError, match=r"row r0 of local:LongBench-v2/data\.json has answer='E'"):
-        examples(write(tmp_path, [OFFICIAL["rows"][0] | {"answer": "E"}]))
+    for wrong in ({"answer": "E"}, {"difficulty": "Easy"}, {"length": "longer"}):
+        (key, value), place = *wrong.items(), r"row r0 of local:LongBench-v2/data\.json"
+        with pytest.raises(TaskError, match=f"{place} has {key}='{value}', not "):
+            examples(write(tmp_path, [OFFICIAL["rows"][0] | wrong]), samples=1)
     with pytest.raises(MissingData, match=r"zai-org/LongBench-v2 data.json .* --local-dir DATA/LongBench-v2"):
         examples(root / "LongBench-v2")
