@@ -20,6 +20,9 @@ from evals.base import TaskEnv, TaskError
 from evals.data import Content
 from evals.gsm8k import Gsm8k
 from evals.longbench import LongBench
+from evals.longbench_v2 import LongBenchV2
+from evals.mathematics import Mathematics
+from evals.mrcr import Mrcr
 from evals.multiturn import Multiturn
 from evals.perplexity import WikiText2
 from evals.ruler import Ruler, qa
@@ -94,10 +97,21 @@ def single(name: str, dump: Callable[[Any], str] = json.dumps) -> Callable[[Path
     return write
 
 
-def columns(folder: Path, records: Sequence[Any]) -> Path:
-    """A parquet file of the last record: a column has one type."""
-    parquet.write_table(pa.Table.from_pylist([records[-1]]), folder / "rows.parquet")
-    return folder / "rows.parquet"
+def columns(*names: str) -> Callable[[Path, Sequence[Any]], Path]:
+    """Parquet files of the last record: a column has one type."""
+
+    def write(folder: Path, records: Sequence[Any]) -> Path:
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            parquet.write_table(pa.Table.from_pylist([records[-1]]), folder / name)
+        return folder / names[0]
+
+    return write
+
+
+def talk(folder: Path, records: Sequence[Any]) -> Path:
+    """Of MRCR: the last record is the conversation."""
+    return MRCR_FILES(folder, [MRCR | {"prompt": json.dumps(records[-1])}])
 
 
 def parquet_content(folder: Path) -> Content:
@@ -118,6 +132,18 @@ LONGBENCH = {
     "length": 3,
     "_id": "first",
 }
+LONGBENCH_V2 = {
+    **{
+        name: "Some text." for name in ("context", "question", "choice_A", "choice_B", "choice_C", "choice_D", "domain")
+    },
+    "_id": "first",
+    "difficulty": "easy",
+    "length": "short",
+    "answer": "A",
+}
+MRCR_TALK = [{"role": role, "content": "Some text."} for role in ("user", "assistant", "user")]
+MRCR = {"prompt": json.dumps(MRCR_TALK), "answer": "xYA text.", "random_string_to_prepend": "xY"}
+MRCR_FILES = columns("mrcr/2needle/2needle_0.parquet", "mrcr/2needle/2needle_1.parquet")
 TALK = {
     "id": "first",
     "conversations": [{"from": "human", "value": "Who is Ada?"}, {"from": "gpt", "value": "A mathematician."}],
@@ -182,7 +208,7 @@ READERS = {
     ),
     "SQuAD of the hub": Reader(
         {"title": "A title", "context": "A text.", "question": "What?", "answers": {"text": ["This."]}},
-        columns,
+        columns("rows.parquet"),
         lambda folder: qa._read_squad(parquet_content(folder), "SQuAD"),
         shown="row 1 of",
         also={"answers.text": ("a list",)},
@@ -208,6 +234,20 @@ READERS = {
             "length": OPTIONAL,
             "_id": (*NAME, *OPTIONAL),
         },
+    ),
+    "LongBench v2": Reader(
+        LONGBENCH_V2,
+        listed("longbench_v2.json"),
+        examples(LongBenchV2()),
+        also={"_id": NAME, "domain": OPTIONAL},
+    ),
+    "MRCR": Reader(MRCR, MRCR_FILES, examples(Mrcr(needles=[2])), shown="row 1 of"),
+    "a conversation of MRCR": Reader(MRCR_TALK, talk, examples(Mrcr(needles=[2])), shown="row 1 of"),
+    "MATH": Reader(
+        {"problem": "How many?", "answer": "2"},
+        lines("math/math500.jsonl"),
+        examples(Mathematics()),
+        also={"answer": NAME},
     ),
     "GSM8K": Reader(
         {"question": "How many?", "answer": "Two.\n#### 2"},
@@ -317,7 +357,7 @@ def test_a_wrong_type_is_refused_in_a_sentence_that_names_file_record_and_field(
             try:
                 file = reader.write(tmp_path, [renamed(reader.sample), changed(reader.sample, place, wrong)])
             except (pa.ArrowException, UnicodeEncodeError, AttributeError):
-                assert reader.write is columns, case  # a column of such values cannot be written
+                assert reader.shown == "row 1 of", case  # a column of such values cannot be written
                 continue
             with pytest.raises(ValueError, match=re.escape(reader.shown)) as told:
                 reader.read(tmp_path)

@@ -23,9 +23,11 @@ class CountedText:
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(self.words[i] for i in ids)
 
-    def count(self, user: str, prefix: str = "", *, system: str = "", chat: bool = True) -> int:
+    def count(
+        self, user: str, prefix: str = "", *, system: str = "", chat: bool = True, earlier: Sequence[str] = ()
+    ) -> int:
         self.calls += 1
-        return len((system + user + prefix).split())
+        return len("".join((system, *earlier, user, prefix)).split())
 
 
 class Words:

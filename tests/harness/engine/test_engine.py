@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from harness.engine import engine as engine_module
 from harness.engine import graph as graph_module
@@ -129,6 +130,18 @@ def test_sampling_follows_its_seed_and_its_limits() -> None:
         greedy = Engine(kv).generate(ids, max_new_tokens=12).tokens[0]
     assert sample(1) == sample(1) != sample(2)
     assert sample(3, top_k=1) == sample(4, top_p=1e-6) == greedy
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.6, 0, 0.95), (1.5, 5, 1.0), (2.0, 8, 0.7)])
+def test_tokens_are_drawn_with_the_chances_of_transformers(temperature: float, top_k: int, top_p: float) -> None:
+    ids, logits = torch.zeros(1, 1, dtype=torch.long), torch.randn(1, 12, generator=torch.Generator().manual_seed(4))
+    warped = TemperatureLogitsWarper(temperature)(ids, 2 * logits)  # type: ignore[arg-type]
+    warped = TopKLogitsWarper(top_k or 12)(ids, warped)  # type: ignore[arg-type]
+    wanted = TopPLogitsWarper(top_p)(ids, warped).softmax(-1)[0]  # type: ignore[arg-type]
+    sampler = Sampled(temperature, top_k, top_p, torch.Generator().manual_seed(1))
+    drawn = sampler.pick((2 * logits).expand(20_000, -1)).bincount(minlength=12) / 20_000
+    assert not drawn[wanted == 0].any()
+    torch.testing.assert_close(drawn, wanted, atol=0.012, rtol=0)
 
 
 PREFILL, SEAL, STEP, CAPTURE = 100.0, 20.0, 3.0, 7.0  # seconds of the device, for all layers together

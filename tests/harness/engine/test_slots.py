@@ -155,7 +155,7 @@ def test_a_cache_is_freed_once_its_slot_has_left(count: int) -> None:
 def test_each_slot_picks_its_own_tokens(kind: str) -> None:
     def sampler(seed: int) -> Sampler:
         return (
-            Sampled(1.5, 0, 0.9, torch.Generator().manual_seed(seed))
+            Sampled(0.5 + seed, 9 * seed, 1 - 0.2 * seed, torch.Generator().manual_seed(seed))
             if kind == "sampled"
             else Forced(prompt(6, seed=seed))
         )
