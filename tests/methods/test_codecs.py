@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from tests.tiny import prompt, tiny
 
 ENCODING = [name for name in NAMES if small(name).encodes]
 EVICTING = [name for name in ENCODING if not small(name).selects]
+LEVELS = [codec_of(name) for name in ("tq4", "tq3", "tq2", "tq4q", "tq3q", "tq2q", "int4g8h")]
 LENGTH = 83
 
 
@@ -34,10 +37,8 @@ def steps(name: str, codec: Codec | None, placement: str = "device") -> tuple[li
     ("name", "codec"),
     [
         *((name, IntCodec(bits=4, group=8)) for name in ENCODING),
-        *((name, codec_of("tq4")) for name in ENCODING),
+        *zip(ENCODING, cycle(LEVELS), strict=False),
         ("pqcache", FloatCodec()),
-        ("quest", codec_of("tq3q")),
-        ("rocketkv", codec_of("int4g8h")),
     ],
 )
 def test_codes_are_the_same_wherever_they_lie(name: str, codec: Codec) -> None:
