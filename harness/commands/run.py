@@ -47,10 +47,17 @@ class Command:
     failed: list[tuple[int | None, str]] = field(default_factory=list)  # a job, None for the whole command, and why
     copies: Copies = field(default_factory=Copies)
     labels: list[str] = field(default_factory=list)  # what tells each job from the others
+    reasons: dict[str, int] = field(default_factory=dict)  # why jobs failed, each with the first that did
 
     def fail(self, message: str) -> None:
         self.failed.append((None, message))
         complain_once(message)
+
+    def complain(self, job: int, reason: str) -> None:
+        """Print why the job of this number failed, after its name if there are several jobs. What ends several
+        jobs is said once, of the first of them."""
+        if self.reasons.setdefault(reason, job) == job:
+            complain_once(": ".join(filter(None, (self.labels[job], reason))))
 
     def run(self) -> None:
         """Run all jobs of the command line, here or through a launcher."""
@@ -75,11 +82,12 @@ class Command:
             except Exception as error:
                 self.fail(f"A worker was lost ({lost(error)}). The same command goes on with what is there.")
                 return
-            for reason in dict.fromkeys(reason for outcome in outcomes for _, reason in outcome.failures):
-                complain_once(reason)  # which a worker cannot say here
+            for outcome in outcomes:
+                for failure in outcome.failures:
+                    self.complain(*failure)  # which a worker cannot say here
         else:
             prompts: KnownPrompts = {}
-            outcomes = [run_jobs(group, prompts, len(jobs)) for group in together]
+            outcomes = [run_jobs(group, prompts, len(jobs), self.complain) for group in together]
         for outcome in outcomes:
             self.finished += outcome.folders
             self.failed += outcome.failures

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -37,7 +37,7 @@ from harness.config.errors import is_memory, one_sentence
 from harness.config.plugins import suggestion
 from harness.config.settings import OWN, Settings, SettingsError
 from harness.results.files import canonical
-from harness.terminal.notices import complain_once, lasting_output, say_once
+from harness.terminal.notices import lasting_output, say_once
 from harness.terminal.progress import numbered
 from harness.terminal.stopping import Stoppable
 
@@ -57,6 +57,7 @@ INSTALL = "joblib, ray and submitit_* come with pip install 'kv-harness[launcher
 RAY_STORE_BYTES = 78_643_200  # the least that Ray takes: nothing of ours is stored there
 LOOK_S = 1.0  # between two looks whether the command is still there
 JobGroup = Mapping[int, Composed]  # jobs that run together, by their numbers among all of the command
+Complain = Callable[[int, str], None]  # the number of a job, and a sentence on what went wrong
 KnownPrompts = dict[str, "Prompts"]  # of the latest job, by what they were asked for
 _taken: list[FileLock] = []  # the GPU of this worker
 _prompts: KnownPrompts = {}  # of this worker
@@ -121,12 +122,12 @@ class GroupOutcome(NamedTuple):
     failures: list[tuple[int, str]]  # the number of a job, and a sentence on what went wrong
 
 
-def run_jobs(group: JobGroup, prompts: KnownPrompts, jobs: int, aloud: bool = True) -> GroupOutcome:
+def run_jobs(group: JobGroup, prompts: KnownPrompts, jobs: int, complain: Complain | None = None) -> GroupOutcome:
     """Run the jobs of a group; with dry_run=true, print what they would do. An error ends only its
     own job.
 
     `prompts`: a cache of the latest job's prompts, which the next job may reuse. `jobs`: the number
-    of jobs of the whole command. `aloud`: print errors as they happen.
+    of jobs of the whole command. `complain`: prints an error as it happens.
     """
     planned: dict[int, Job] = {}
     failures, errors = list[tuple[int, str]](), list[Exception]()
@@ -136,10 +137,10 @@ def run_jobs(group: JobGroup, prompts: KnownPrompts, jobs: int, aloud: bool = Tr
         of_folder = [number for number, job in planned.items() if f"{job.folder}/" in notes]
         failures.append((number if number is not None else [*of_folder, *group][0], one_sentence(error)))
         errors.append(error)
-        if aloud:
-            complain_once(failures[-1][1])
+        if complain:
+            complain(*failures[-1])
 
-    with numbered(min(group) + 1, jobs if len(group) == 1 else 1, aloud):
+    with numbered(min(group) + 1, jobs if len(group) == 1 else 1, complain is not None):
         for number, composed in group.items():
             try:
                 job = _planned(composed, prompts)
@@ -279,7 +280,7 @@ def _work(
     if gpus and not _taken:
         _take_gpu(gpus, folder)
     with Stoppable() as stop:
-        outcome = run_jobs(groups[HydraConfig.get().job.num], _prompts, sum(map(len, groups)), aloud=False)
+        outcome = run_jobs(groups[HydraConfig.get().job.num], _prompts, sum(map(len, groups)))
     if stop.code:  # a signal: joblib would hand this process the next group
         gc.collect()  # the files of what was under way
         os._exit(stop.code)

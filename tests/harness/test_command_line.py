@@ -51,6 +51,7 @@ def test_what_ends_several_jobs_is_said_once(cli: Cli, words: list[str], jobs: i
     assert (code, out) == (1, "")
     assert first.startswith("error: ")
     assert failed in first
+    assert first.startswith("error: method=full: ") == (jobs == 3)
     assert others[1:2] == ([f"{jobs} of {jobs} jobs failed:"] if jobs > 1 else [])
     assert len(others) == (3 if jobs > 1 else 0)
     assert jobs == 1 or others[2].count("; ") >= jobs - 1  # all are named

@@ -43,6 +43,7 @@ def test_a_launchers_sweep_equals_that_of_one_process(
     assert cli(f"results.root={tmp_path / 'here'}", *grid)[0] == 1
     code, out, err = cli(f"results.root={tmp_path / 'there'}", *grid, f"hydra/launcher={launcher}")
     assert (code, "4 jobs go to " in err) == (1, True)
+    assert err.count("error: ") == err.count("error: method.grief=memory budget=0.2: Out of memory") == 1
     assert out.splitlines()[-1].startswith("  method.grief=memory budget=0.2; ")
     complete = runs(tmp_path / "there")
     assert complete == runs(tmp_path / "here")

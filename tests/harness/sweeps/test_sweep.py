@@ -36,11 +36,20 @@ def test_budgets_and_parameters_are_for_the_methods_that_have_them(cli: Cli, tmp
 
 
 def test_a_job_that_runs_out_of_memory_leaves_the_others_alone(cli: Cli, mortal: str) -> None:
-    sweep = ("-m", f"--config-dir={mortal}", "method=mortal", "method.grief=memory,none", "baseline=off")
+    sweep = (
+        "-m",
+        f"--config-dir={mortal}",
+        "method=mortal",
+        "method.grief=memory,none",
+        "budget=0.5,0.6",
+        "baseline=off",
+    )
     code, out, err = cli(*sweep)
-    assert (code, err.count("error: Out of memory")) == (1, 1)
-    assert any(line.startswith("mortal") for line in out.splitlines())  # the other one's row
-    assert out.splitlines()[-1].startswith("  method.grief=memory: Out of memory")
+    failed = [f"method.grief=memory budget={budget}" for budget in (0.5, 0.6)]
+    told = [line.partition(": Out of memory")[0] for line in err.splitlines() if line.startswith("error: ")]
+    assert (code, told) == (1, [f"error: {failed[0]}"])
+    assert sum(line.startswith("mortal") for line in out.splitlines()) == 2  # the others' rows
+    assert out.splitlines()[-1].startswith(f"  {'; '.join(failed)}: Out of memory")
 
 
 @pytest.mark.parametrize("shared", mostly_slow(["false", "true"], "true"))
