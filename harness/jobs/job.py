@@ -147,11 +147,8 @@ class Job:
         if not self.method.needs or self.model.describe().architecture in ARCHITECTURES or self.is_done():
             return
         self.refuse_memory()
-        try:
-            self.method.require_known(layer_specs(self.load().model))
-        except ValueError as error:
-            kind, typed = type(self.method).__name__, (self.presets or {}).get("method")
-            raise ValueError(str(error).replace(kind, f"method={typed}" if typed else kind, 1)) from error
+        typed = (self.presets or {}).get("method")
+        self.method.require_known(layer_specs(self.load().model), f"method={typed}" if typed else "")
 
     @property
     def free(self) -> tuple[int | None, int | None]:

@@ -193,14 +193,14 @@ class Method(metaclass=_TupleForList):
         """Raise `ValueError` if a parameter does not suit a model with layers like `spec`; no
         weights are needed."""
 
-    def require_known(self, specs: Sequence[LayerSpec]) -> None:
+    def require_known(self, specs: Sequence[LayerSpec], name: str = "") -> None:
         """Raise `ValueError` if this method needs something of a model that could not be found
-        out."""
+        out. `name`: what the error calls this method, by default its class."""
         for what in self.needs:
             if any(what in spec.unknown for spec in specs):
                 raise ValueError(
-                    f"{type(self).__name__} must know {what}, which could not be found out: choose a method that "
-                    "does not need it, such as SnapKV, or another model."
+                    f"{name or type(self).__name__} must know {what}, which could not be found out: choose a method "
+                    "that does not need it, such as SnapKV, or another model."
                 )
 
     def require_budget(self, budget: Budget | None) -> None:
