@@ -52,6 +52,13 @@ class Niah(Task):
             raise TaskError("task.template must hold {context} and {question}.")
         if not self.percents or not all(0 <= depth <= 100 for depth in self.percents):
             raise TaskError(f"task.depths={self.depths} must be a number of depths or percents from 0 to 100.")
+        if not isinstance(self.depths, int) and (
+            0 < max(self.depths) <= 1 or any(0 < depth < 1 for depth in self.depths)
+        ):
+            raise TaskError(
+                f"task.depths={self.depths} may be shares or percents: give percents of 1 or more, such as 50 for the "
+                "middle and 100 for the end, or 0 for the beginning."
+            )
 
     @property
     def percents(self) -> list[float]:

@@ -54,6 +54,18 @@ def test_a_length_without_room_names_the_smallest() -> None:
 
 def test_a_number_of_depths_is_even_steps_of_tenths() -> None:
     assert niah(depths=4).percents == [0.0, 33.3, 66.7, 100.0]  # they are part of a prompt's seed
+    assert niah(depths=1001).percents[:3] == [0.0, 0.1, 0.2]
+
+
+@pytest.mark.parametrize("depths", [[0.5], [0, 0.25, 1], [0, 1], [0.5, 50]])
+def test_depths_that_may_be_shares_are_refused(depths: list[float]) -> None:
+    with pytest.raises(TaskError, match=rf"depths={re.escape(str(depths))} may be shares .* 50 for the middle"):
+        niah(depths=depths)
+
+
+@pytest.mark.parametrize("depths", [[0], [0.0, 1.0, 2.5], [1, 100]])
+def test_depths_in_percents_are_taken_as_they_are(depths: list[float]) -> None:
+    assert niah(depths=depths).percents == depths
 
 
 def test_doctests() -> None:
