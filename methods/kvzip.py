@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import ClassVar, Literal
 
 import torch
@@ -55,6 +54,7 @@ class ZipKeep(Evict, capturable=True, of_each={}):
     method: KVzip
     scores: Tensor | None = None  # [B G S] fp32, from the first repeated piece to the seal
     further = False  # a turn has been sealed already
+    always = 0  # first tokens that stay: sinks, and the beginning of the chat template
 
     def __init__(self, ranking: _Ranking) -> None:
         self.ranking = ranking
@@ -72,8 +72,8 @@ class ZipKeep(Evict, capturable=True, of_each={}):
             q = x.q[:, :, start : start + QUERIES]
             seen = near.shape[2] - x.k.shape[2] + start
             torch.maximum(scores, self._largest(q, near[:, :, : seen + q.shape[2]], columns), out=scores)
-        kept = max(piece.head, self.method.sinks)
-        self.scores[:, :, : min(kept, self.layer.spendable() or kept)] = torch.inf
+        self.always = max(piece.head, self.method.sinks)
+        self.scores[:, :, : min(self.always, self.layer.spendable() or self.always)] = torch.inf
 
     def _largest(self, q: Tensor, keys: Tensor, columns: slice) -> Tensor:
         """Return the largest weight that each of the `columns` of keys [B G n D] receives from the
@@ -86,6 +86,8 @@ class ZipKeep(Evict, capturable=True, of_each={}):
 
     def size(self, budget: int) -> int:
         if not self.further:
+            if budget <= self.always:
+                self.layer.fallback = f"{budget} first tokens stay: {self.always} are sinks or begin the chat template"
             return budget
         if budget < self.store.length:
             self.layer.fallback = "only the first prompt is repeated, and what later turns bring stays"
@@ -188,8 +190,11 @@ class KVzip(PolicyMethod):
 
     def repetitions(self, prompt: Tensor, prompts: RepeatPrompts) -> Iterator[tuple[Tensor, Piece]]:
         like = prompt.new_tensor
-        pairs = zip(prompt[0].tolist(), prompts.head, strict=False)
-        head = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        template = like(prompts.head[: prompt.shape[1] - 1])  # the last token is always repeated
+        heads = (prompt[:, : len(template)] == template).cumprod(1).sum(1).tolist()
+        if len({*heads}) > 1:
+            raise ValueError(f"Rows begin with {heads} tokens of the chat template: give KVzip one prompt at a time.")
+        head = heads[0]
         for first in range(head, prompt.shape[1], self.chunk):
             piece = prompt[:, first : first + self.chunk]
             asked = like(prompts.first if first == head else prompts.later).expand(len(prompt), -1)

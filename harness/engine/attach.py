@@ -144,15 +144,16 @@ class Attachment:
         cache.read_again = partial(self.read_again, self._run) if self.method.repeats else None
         return cache
 
-    @torch.no_grad()
     def read_again(self, run: Run, cache: KVCache, prompt: Tensor) -> None:
         """Have the model read the complete prompt [B S] of `cache` again, as the method asks for
         (`Method.repetitions`); nothing of it is stored. `run`: a forward of the model. A prompt that
-        is read whole is not repeated."""
+        is read whole is not repeated. Raise `ValueError` where every layer slides over fewer tokens
+        than prompt and repetition have together."""
         tokens, asked = prompt.shape[1], self.budget
         if asked is None or all(self.method.reads_all(tokens, asked.tokens(tokens, x.index)) for x in self.specs):
             return
         for ids, piece in self.method.repetitions(prompt, self.repeat_prompts):
+            check_length(self.method, self.model_specs, tokens + ids.shape[1])
             with cache.repeating(piece):
                 run(ids, cache)
 

@@ -74,7 +74,7 @@ class KVCache(Cache):
         method chooses, indexes or moves what the prompt has left; from then on tokens come one at a
         time."""
         self.await_layers()
-        if self.read_again is not None and self._prompt:
+        if self.read_again is not None and 0 < sum(part.shape[1] for part in self._prompt) == self.num_tokens:
             self.read_again(self, torch.cat(self._prompt, 1))
         self.read_again = None
         self._prompt.clear()

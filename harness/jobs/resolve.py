@@ -19,7 +19,7 @@ from harness.config import plugins
 from harness.config.settings import CommonWindows, OverflowSettings, Settings, SettingsError, StoreSettings
 from harness.jobs.alignment import AlignedBudget, shapes
 from harness.jobs.examples import PreparedExample, Prompts, by_context
-from harness.models.base import DTYPE_BYTES, ModelInfo
+from harness.models.base import DTYPE_BYTES, ModelInfo, limit
 from harness.models.devices import choose_device, usual_chunk, usual_overlap
 from harness.prompts.prompt import MOST
 from harness.results.files import unwritable
@@ -228,7 +228,21 @@ def resolve_for_examples(resolved: Resolved, task: Task, prompts: Prompts, info:
                 budget.refuse(length)
         if 0 not in budget.dense_layers:
             method.check(budget, 0)
+        if method.repeats:
+            _refuse_repetition(method, budget, max(item.sealed(settings.protocol)[0] for item in items), info)
     return settings
+
+
+def _refuse_repetition(method: Method, budget: Budget, longest: int, info: ModelInfo) -> None:
+    """Raise `SettingsError` if the model, to repeat its prompt of `longest` tokens, would read beyond
+    its window (`Method.repeats`)."""
+    most, needed = limit(max(info.window, info.trained_window), info.layer_windows), method.repeated_tokens(longest)
+    layers = range(info.num_whole_layers)
+    if longest + needed > most and not all(method.reads_all(longest, budget.tokens(longest, x)) for x in layers):
+        raise SettingsError(
+            f"{type(method).__name__} repeats its prompt, and {longest} tokens with the {needed} that are read again "
+            f"at a time go beyond the model's window of {most}: set a smaller method.chunk, or shorten the prompts."
+        )
 
 
 def _notes_here(settings: Settings, task: Task, items: Sequence[PreparedExample]) -> Iterator[str]:

@@ -21,7 +21,7 @@ from harness.engine.cache import KVCache
 from methods.base import RepeatPrompts
 from methods.full import Full
 from methods.kvzip import KVzip, ZipKeep
-from tests.tiny import prompt, tiny
+from tests.tiny import fresh, prompt, tiny
 
 LENGTH, BUDGET, SINKS = 90, 0.3, 3
 HEAD = tuple(prompt(LENGTH)[0, :5].tolist())
@@ -192,15 +192,47 @@ def test_a_further_turn_keeps_all_that_it_brings_and_says_so() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* was never sealed")
-def test_rows_that_are_padded_are_refused_and_a_loop_of_ones_own_is_served() -> None:
+def test_loops_of_ones_own_are_served_if_they_show_all_tokens() -> None:
     ids, model = prompt(LENGTH), tiny("llama")
     with attached(model, KVzip(), budget=BUDGET, repeat_prompts=ASKED) as kv:
         tokens = Engine(kv).generate(ids, max_new_tokens=6).tokens[0]
         generated = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
         assert generated[0, LENGTH:].tolist() == tokens
+        cache, fed = kv.cache(capacity=LENGTH + 6), ids
+        for token in tokens:
+            assert int(model(fed, past_key_values=cache).logits[0, -1].argmax()) == token
+            fed = torch.tensor([[token]])
+        assert torch.is_grad_enabled()
+        cache, embedded = kv.cache(capacity=LENGTH + 6), model.get_input_embeddings()(ids)
+        model(ids[:, :50], past_key_values=cache)
+        model(inputs_embeds=embedded[:, 50:], past_key_values=cache)
+        with pytest.raises(ValueError, match="not told the token ids"):
+            model(fed, past_key_values=cache)
         mask = torch.ones(2, LENGTH, dtype=torch.long).index_fill(1, torch.tensor([0]), 0)
         with pytest.raises(ValueError, match="without padding"):
             model.generate(ids.expand(2, -1), attention_mask=mask, max_new_tokens=3, do_sample=False)
+
+
+@pytest.mark.parametrize("head", [40, LENGTH])
+def test_a_budget_that_the_template_takes_says_so(head: int) -> None:
+    ids = prompt(LENGTH)
+    asked = replace(ASKED, head=tuple(ids[0, :head].tolist()))
+    with attached(tiny("llama"), KVzip(), budget=27, repeat_prompts=asked) as kv:
+        cache, _ = sealed(kv, ids)
+        assert kept_by(cache) == [[[*range(27)]] * 2] * 3
+        assert str(cache.fallback) == f"27 first tokens stay: {min(head, 89)} are sinks or begin the chat template"
+
+
+@pytest.mark.parametrize("window", [None, LENGTH + 50])
+def test_what_cannot_be_repeated_rightly_is_refused(window: int | None) -> None:
+    """Rows whose templates differ, and a repetition from which a model that slides would not see all."""
+    rows, words = torch.cat([prompt(LENGTH), prompt(LENGTH, seed=3)]), r"begin with \[5, 0\] tokens"
+    if window is not None:
+        rows, words = rows[:1], f"slides over {window} tokens and this text takes {LENGTH + 5 + LENGTH - 5}"
+    with attached(fresh("mistral", sliding_window=window), KVzip(), budget=0.3, repeat_prompts=ASKED) as kv:
+        with pytest.raises(ValueError, match=words):
+            Engine(kv).generate(rows, max_new_tokens=3)
+        assert len(Engine(kv).generate(rows[:1, :40], max_new_tokens=3).tokens[0]) == 3
 
 
 @pytest.mark.parametrize("context", [None, LENGTH - 9])

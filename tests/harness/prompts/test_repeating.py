@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
 import torch
 
-from harness.config.settings import Settings
-from harness.jobs.examples import prepare
+from harness.config.settings import Settings, SettingsError
+from harness.jobs.examples import prepare, prompts_of
+from harness.jobs.resolve import resolve, resolve_for_examples
 from harness.prompts.repeating import repeat_prompts
 from methods.base import Piece
 from methods.kvzip import KVzip
@@ -31,3 +37,19 @@ def test_without_a_template_the_authors_other_words_open_the_answer() -> None:
     asked = repeat_prompts(MODEL.tokenizer(), chat="none")
     assert MODEL.tokenizer().decode(asked.answer) == "\n\nAnswer: "
     assert asked.head == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "trained", "refused"),
+    [({"chunk": 60}, 0, False), ({"chunk": 61}, 0, True), ({"chunk": 61}, 1, False), ({"budget": 1.0}, 0, False)],
+)
+def test_a_repetition_beyond_the_models_window_is_refused(changes: Any, trained: int, refused: bool) -> None:
+    """A piece of 60 takes 100 tokens with the words that ask for it. A window that was asked for limits texts alone."""
+    settings = Settings(device="cpu", budget=changes.get("budget", 0.2))
+    prompts = prompts_of(niah(), MODEL, settings)
+    longest = max(len(item.prompt.ids) for item in prompts.items)
+    info = replace(MODEL.describe(), window=longest + 100, trained_window=longest + 100 + trained)
+    resolved = resolve(settings, KVzip(chunk=changes.get("chunk", 2000)), info)
+    words = f"{longest} tokens with the 101 .* window of {longest + 100}: set a smaller method.chunk"
+    with pytest.raises(SettingsError, match=words) if refused else nullcontext():
+        resolve_for_examples(resolved, niah(), prompts, info)
