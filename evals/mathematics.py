@@ -4,8 +4,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
+import os
 import re
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -118,8 +123,16 @@ def judge(right: str, output: str) -> tuple[bool, str]:
     The answer is what the last `\\boxed{}` holds. Without a box it is what follows words such as "the answer is";
     another number at the end of an output that was cut off is no answer. Values are compared by math-verify, with
     intervals and the inequalities that say the same taken as equal; `%` is left out on both sides, as MATH's own
-    grader does."""
+    grader does. math-verify ends a comparison that takes too long by an alarm, which only a main thread hears: in
+    any other thread a process of its own judges, about two seconds for each answer."""
     _require_math_verify()
+    if threading.current_thread() is not threading.main_thread():
+        code = "import json, sys; from evals.mathematics import judge; print(json.dumps(judge(*json.load(sys.stdin))))"
+        asked, paths = json.dumps([right, output]), {"PYTHONPATH": os.pathsep.join(sys.path)}
+        words = [sys.executable, "-c", code]
+        ran = subprocess.run(words, input=asked, env=os.environ | paths, stdout=subprocess.PIPE, text=True, check=True)
+        is_right, answer = json.loads(ran.stdout)
+        return is_right, answer
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # a comparison that takes too long is no message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -89,6 +90,23 @@ def test_verdicts_are_those_written_by_hand() -> None:
     assert (len(PAIRS), sum(kind != "plain" for kind, *_ in PAIRS)) == (100, 20)
     wrong = [pair for pair in PAIRS if judge(pair[1], pair[2])[0] != pair[3]]
     assert not wrong
+
+
+@needs_math_verify
+@pytest.mark.parametrize(
+    ("right", "output"),
+    [
+        ("1/2", "so \\boxed{0.5}"),
+        ("5", "\\boxed{\ud800}"),
+        # a comparison that only math-verify's alarm ends
+        pytest.param("2", "\\boxed{9^{9^{9^9}}}", marks=pytest.mark.slow),
+    ],
+)
+def test_a_verdict_in_a_thread_is_that_of_the_main_thread(right: str, output: str) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        assert (
+            thread.submit(judge, right, output).result() == judge(right, output) == (right == "1/2", last_box(output))
+        )
 
 
 @needs_math_verify
