@@ -88,6 +88,10 @@ class Budget:
             return tokens
         return self.asked if isinstance(self.asked, int) and layer not in self.dense_layers else None
 
+    def prunes(self, layer: int) -> bool:
+        """Return whether layer number `layer` reads only those of its chosen tokens that carry `mass`."""
+        return self.mass is not None and layer not in self.dense_layers
+
     def covers(self, sealed: int, layer: int) -> bool:
         """Return whether a KV head of layer number `layer` may read all tokens of a prompt of
         `sealed` tokens."""

@@ -43,7 +43,7 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2, **PRUNED}):
     uneven = False  # heads may read different numbers of tokens, because some chose a shorter last page
 
     def split(self, budget: int) -> int:
-        return budget // self.method.page_size
+        return self.method.pages(budget, self.sealed)
 
     def prepare(self, plan: int) -> None:
         self.bounds = page_bounds(self.store.k, self.method.page_size)
@@ -173,6 +173,10 @@ class Quest(Method):
     def smallest_budget(self) -> int:
         return self.min_pages * self.page_size
 
+    def pages(self, budget: int, sealed: int) -> int:
+        """Return how many whole pages a budget of `budget` tokens holds; all, if it covers the prompt."""
+        return budget // self.page_size if budget < sealed else ceil(sealed / self.page_size)
+
     def reads_whole(self, case: LayerWorkload) -> bool:
         return super().reads_whole(case) or case.spec.index in self.dense_layers
 
@@ -185,13 +189,12 @@ class Quest(Method):
         if self.reads_whole(case):
             return costs.dense(case)
         pages = ceil(case.sealed / self.page_size)
-        read = case.budget // self.page_size * self.page_size
+        listed = read = min(case.sealed, self.pages(case.budget, case.sealed) * self.page_size)
         if self.select_per == "query_head":
             choices = 1 + (case.spec.group - 1) / 4
             read = round(case.sealed * (1 - (1 - read / case.sealed) ** choices))
+            listed *= case.spec.group
         held = Cost(case.dense_bytes + pages * case.row_bytes).reading((pages + read) * case.row_bytes)
-        listed = case.budget // self.page_size * self.page_size
-        listed *= case.spec.group if self.select_per == "query_head" else 1
         return held + costs.sent_away(case, case.sealed, read) + costs.estimates(case, case.sealed, listed)
 
     def check_model(self, spec: LayerSpec) -> None:

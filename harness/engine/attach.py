@@ -169,9 +169,16 @@ class Attachment:
             return None
         away = []
         for spec in self.specs:  # with a prompt that fills the cache, since no other sends more rows away
-            budget = request.capacity if self.budget is None else self.budget.tokens(request.capacity, spec.index)
-            size = request.dtype.itemsize
-            case = LayerWorkload(spec, request.capacity, budget, request.placement, size, codec=request.codec)
+            budget = Budget(1.0) if self.budget is None else self.budget
+            case = LayerWorkload(
+                spec,
+                request.capacity,
+                budget.tokens(request.capacity, spec.index),
+                request.placement,
+                request.dtype.itemsize,
+                codec=request.codec,
+                estimated=budget.prunes(spec.index),
+            )
             try:
                 away.append(request.batch * self.method.cost(case).away.get(HOST, 0))
             except CostError:

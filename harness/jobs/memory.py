@@ -284,7 +284,7 @@ def _workloads(
             prompt,
             budget.tokens(prompt, spec.index),
             *how,
-            budget.mass is not None,
+            budget.prunes(spec.index),
             budget.rows(prompt, spec.index),
         )
         for spec in shapes(info, settings.device)

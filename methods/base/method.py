@@ -74,7 +74,7 @@ class Method(metaclass=_TupleForList):
     def mass_refusal(self) -> str | None:
         """Return why a step of this method cannot read only as many of the tokens that it chose as
         carry a share of their weights (the setting `budget_mass`); None if it can."""
-        return "it does not choose tokens whose weights a copy of their keys could estimate"
+        return "it has no second stage that prunes what it chose by estimated weights"
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -148,12 +148,13 @@ class Method(metaclass=_TupleForList):
         """Return a new layer per spec, for one batch. Layers that refer to one another are
         connected only here."""
 
-    def reads_all(self, sealed: int, tokens: int) -> bool:
+    def reads_all(self, sealed: int, tokens: int, pruned: bool = False) -> bool:
         """Return whether a budget of `tokens` leaves out nothing of a prompt of `sealed` tokens: it
-        covers the prompt, or it cannot hold the sinks and windows, so that nothing could be chosen.
-        The latter happens with a share of a short prompt; such a prompt is read whole, for a reason
-        that is recorded (`whole_because`), and no length is refused."""
-        return tokens >= sealed or tokens < self.smallest_budget
+        covers the prompt and no choice is `pruned` (`Budget.mass`), or it cannot hold the sinks and
+        windows, so that nothing could be chosen. The latter happens with a share of a short prompt;
+        such a prompt is read whole, for a reason that is recorded (`whole_because`), and no length
+        is refused."""
+        return tokens < self.smallest_budget or (tokens >= sealed and not pruned)
 
     def whole_because(self, sealed: int, tokens: int) -> str:
         """Return why a prompt of `sealed` tokens is read whole under a budget of `tokens` that does
@@ -166,7 +167,7 @@ class Method(metaclass=_TupleForList):
     def reads_whole(self, case: LayerWorkload) -> bool:
         """Return whether every step of `case` reads the whole prompt, because the budget leaves
         nothing to choose."""
-        return not self.uses_budget or self.reads_all(case.sealed, case.budget)
+        return not self.uses_budget or self.reads_all(case.sealed, case.budget, case.estimated)
 
     def cost(self, case: LayerWorkload) -> Cost:
         """Return by formula what a layer holds, and what a step moves and reads. Where the moved
@@ -218,17 +219,17 @@ class Method(metaclass=_TupleForList):
         tokens and the method cannot drop any. Prompts that are too short for a share are handled by
         `reads_all`."""
         name = type(self).__name__
-        if budget is not None and budget.generated is not None and self.generated_refusal is not None:
+        if budget is None:
+            return
+        if budget.generated is not None and self.generated_refusal is not None:
             raise BudgetError(
                 f"{name} takes no budget of generated tokens, for {self.generated_refusal}: leave out budget_generated."
             )
-        if budget is not None and budget.mass is not None and self.mass_refusal is not None:
+        if budget.mass is not None and self.mass_refusal is not None:
             raise BudgetError(
-                f"{type(self).__name__} takes no budget_mass={budget.mass}, for {self.mass_refusal}: leave it out, or "
+                f"{name} takes no budget_mass={budget.mass}, for {self.mass_refusal}: leave it out, or "
                 "choose Oracle, Quest or PQCache."
             )
-        if budget is None:
-            return
         tokens = budget.tokens(LONG, layer)
         if tokens < self.smallest_budget:
             has_parameters = bool(getattr(self, "__dataclass_fields__", ()))

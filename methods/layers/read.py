@@ -35,8 +35,9 @@ PlanT = TypeVar("PlanT")  # says how a budget is spent
 class Read(Policy, ABC, Generic[PlanT], capturable=True):
     """Choose in each decode step the part of the stored prompt that the step reads.
 
-    If the budget covers what is stored, all of it is read, and the methods below are not called. A
-    choice is used again for `request.reuse_steps` further steps.
+    If the budget covers what is stored, all of it is read, and the methods below are not called; but
+    under `Budget.mass` all are candidates then. A choice is used again for `request.reuse_steps`
+    further steps.
 
     A policy that `weighs` sets `log_weights` in `select`: numbers that are added to the scaled
     logits of the chosen tokens. A token with minus infinity is not read, so each head reads a
@@ -97,7 +98,7 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
     def seal(self, limit: int | None) -> None:
         """Prepare, at the end of the prompt, for decode steps that may read `limit` of the stored
         tokens; None for all."""
-        self.plan = None if limit is None or limit >= self.store.length else self.split(limit)
+        self.plan = None if limit is None or (limit >= self.store.length and self._mass is None) else self.split(limit)
         self.rows = self.arrival = self.log_weights = self.choices_read = self.key_codes = self.key_ranges = None
         if self.plan is not None:
             self.prepare(self.plan)
@@ -205,8 +206,9 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
 
     @property
     def estimate_bytes(self) -> int:
-        """Return the bytes of the copies of keys by which the last step estimated weights."""
-        if self.key_codes is None or self.rows is None:
+        """Return the bytes of the copies of keys by which the last step estimated weights, none if it used a
+        choice again."""
+        if self.key_codes is None or self.rows is None or self.age:
             return 0
         return filled(self.rows).numel() * (self.key_codes.shape[3] + RANGE_BYTES)
 

@@ -81,9 +81,10 @@ class Storage(KVLayer):
     def spendable(self) -> int | None:
         """Return how many tokens the budget lets a step read if the prompt ends with those seen so
         far; None if a step reads all."""
-        budget = self.request.budget
-        tokens = self.seen if budget is None else budget.tokens(self.seen, self.spec.index)
-        return None if budget is None or self.method.reads_all(self.seen, tokens) else tokens
+        if (budget := self.request.budget) is None:
+            return None
+        tokens = budget.tokens(self.seen, self.spec.index)
+        return None if self.method.reads_all(self.seen, tokens, budget.prunes(self.spec.index)) else tokens
 
     def limit(self) -> int | None:
         """Return how many prompt tokens a step may read now that the prompt is complete; None for

@@ -41,8 +41,10 @@ def carrying(logits: Tensor, always: Tensor, mass: float) -> Tensor:
     """Return which candidates a step reads, [B C K]: of each query head the fewest that, with the
     tokens that are always read, carry a share `mass` of the softmax over both. logits [B C h K] of
     the candidates, minus infinity for missing ones; always [B C h], the log-sum-exp of the others"""
-    lse = torch.logaddexp(always, logits.logsumexp(-1)).unsqueeze(-1)
-    ordered, order = (logits - lse).exp().sort(stable=True, dim=-1, descending=True)
-    before = (always.unsqueeze(-1) - lse).exp() + ordered.cumsum(-1) - ordered
-    read = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, order, before < mass)
+    both = torch.cat([always.unsqueeze(-1), logits], -1).double()  # in fp32 the sums of many weights are off
+    first, weights = both.softmax(-1).split([1, logits.shape[3]], -1)
+    ordered, order = weights.sort(stable=True, dim=-1, descending=True)
+    before = first + ordered.cumsum(-1) - ordered
+    carries = (before < mass) | (mass == 1)  # rounded sums may reach 1 before the last token
+    read = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, order, carries)
     return (read & (logits > float("-inf"))).any(2)

@@ -3,6 +3,8 @@ keys in 4 bits estimate. Against loops, and the same wherever rows lie, in batch
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +20,7 @@ from methods.base import Budget, BudgetError, Method
 from methods.full import Full
 from methods.layers import Layer
 from methods.oracle import Oracle
+from methods.parts.top_p import carrying
 from methods.pqcache import PQCache
 from methods.quest import Quest
 from methods.sparq import SparQ
@@ -49,24 +52,46 @@ def in_4_bits(key: Tensor) -> Tensor:
     return ((key - least.float()) / step.float()).round().clamp(0, 15) * step.float() + least.float()
 
 
+def test_a_share_is_carried_by_the_fewest_tokens_of_each_head() -> None:
+    """Against loops in fp64, with long tails, candidates that are missing, and equal weights."""
+    draw = torch.Generator().manual_seed(0)
+    for spread in (0.0, 1.0, 8.0):
+        logits, always = spread * torch.randn(2, 2, 3, 600, generator=draw), torch.randn(2, 2, 3, generator=draw)
+        logits[:, :, :, ::7] = -torch.inf
+        for mass in (0.001, 0.6, 0.999, 0.9999999, 1.0):
+            wanted = torch.zeros(2, 2, 600, dtype=torch.bool)
+            for b, c, head in itertools.product(range(2), range(2), range(3)):
+                _, *weights = torch.cat([always[b, c, head, None], logits[b, c, head]]).double().softmax(0).tolist()
+                ranked = sorted((token for token in range(600) if token % 7), key=lambda token: -weights[token])
+                for place, token in enumerate(ranked):
+                    left = math.fsum(weights[late] for late in ranked[place:])
+                    wanted[b, c, token] |= mass == 1 or left > 1 - mass
+            assert torch.equal(carrying(logits, always, mass), wanted)
+
+
 @named
+@pytest.mark.parametrize("budget", [35, 200], ids=["some", "covering"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_step_equals_loops(name: str, shape: Shape) -> None:
-    """A run without `mass` says the candidates; of its choice as many are read as carry the share."""
+def test_step_equals_loops(name: str, budget: int, shape: Shape) -> None:
+    """A run without `mass` says the candidates, and all are where the budget covers the prompt; as many are read as
+    carry the share."""
     s, mass = Sequences(shape, PROMPT + STEPS).sharpened(4), 0.6
-    (wide,), (layer,) = s.start(METHODS[name], 35), s.start(METHODS[name], Budget(35, mass=mass))
+    (wide,), (layer,) = s.start(METHODS[name], budget), s.start(METHODS[name], Budget(budget, mass=mass))
     assert isinstance(layer, Layer)
     for one in (wide, layer):
         s.seal([one], 0, PROMPT)
     first = 3 if name in ("oracle", "pqcache") else 0
-    always = {*range(3), *range(PROMPT - 8, PROMPT)} if first else set()
+    window = (min(budget, PROMPT) - first) // 4
+    always = {*range(3), *range(PROMPT - window, PROMPT)} if first else set()
     group, fewer = shape.heads // shape.groups, 0
     for position in range(PROMPT, s.length):
         s.decode([wide], position)
         (out,) = s.decode([layer], position)
         candidates, selected = wide.selected_positions(), layer.selected_positions()
-        assert candidates is not None
         assert selected is not None
+        assert (candidates is None) == (budget > PROMPT)
+        if candidates is None:
+            candidates = torch.arange(PROMPT).expand(*selected.shape[:2], -1)
         share = shape.heads // selected.shape[1]  # query heads of a list
         counts = []
         for b in range(shape.batch):
@@ -99,12 +124,10 @@ def test_step_equals_loops(name: str, shape: Shape) -> None:
 
 
 def generated(
-    name: str, ids: Tensor, placement: Any = "device", captured: bool = False, mass: float | None = 0.7
+    name: str, ids: Tensor, placement: Any = "device", captured: bool = False, mass: float | None = 0.7, **more: Any
 ) -> Any:
-    with (
-        use_backend("torch"),
-        attached(tiny("llama"), METHODS[name], budget=Budget(0.5, mass=mass), placement=placement) as kv,
-    ):
+    budget = Budget(more.pop("asked", 0.5), mass=mass, **more)
+    with use_backend("torch"), attached(tiny("llama"), METHODS[name], budget=budget, placement=placement) as kv:
         engine = Engine(kv, graphs=Tape() if captured else None)
         made = engine.generate(ids, max_new_tokens=8)
         assert (made.capture_s is not None) == captured
@@ -133,9 +156,39 @@ def test_tokens_and_what_was_read_are_the_same_in_each_place_in_batches_and_capt
     assert sum(read) / 2 == pytest.approx(made.measured["attended_prompt"])
 
 
+@pytest.mark.tokens
 @named
+def test_the_whole_mass_is_the_plain_choice_and_dense_layers_read_all(name: str) -> None:
+    ids = prompt(82, seed=3)
+    for asked in (0.5, 1.0):
+        made, plain = generated(name, ids, mass=1.0, asked=asked), generated(name, ids, mass=None, asked=asked)
+        assert made.tokens == plain.tokens
+        assert made.measured["attended_prompt"] == plain.measured["attended_prompt"]
+    assert generated(name, ids, asked=1.0).measured["attended_p90"] < 82
+    dense = tuple(range(tiny("llama").config.num_hidden_layers))
+    assert generated(name, ids, asked=1.0, dense_layers=dense).measured["attended_prompt"] == 82
+    assert generated(name, ids, asked=1.0, dense_layers=dense[1:]).measured["attended_prompt"] < 82
+
+
+@pytest.mark.parametrize("name", ["pqcache", "quest"])
+def test_a_step_that_uses_a_choice_again_reads_no_copies(name: str) -> None:
+    shape = SHAPES[1]
+    s = Sequences(shape, PROMPT + STEPS)
+    (layer,) = s.start(METHODS[name], Budget(35, mass=0.6), reuse_steps=1)
+    s.seal([layer], 0, PROMPT)
+    read = []
+    for position in (PROMPT, PROMPT + 1):
+        s.decode([layer], position)
+        read.append(layer.bytes_read)
+    lists, chosen = (6, 31) if name == "quest" else (2, 24)  # the last page has 3 tokens
+    new, copies = 2 * shape.groups * 2 * shape.dim * 4, 2 * lists * chosen * (shape.dim // 2 + 4)
+    assert read[0] == read[1] - new + copies  # type: ignore[operator]
+
+
+@named
+@pytest.mark.parametrize("budget", [0.3, 1.0])
 def test_the_formula_is_what_is_held_moved_and_read_where_all_candidates_are(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, budget: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method = METHODS[name]
     if isinstance(method, Quest):
@@ -143,7 +196,7 @@ def test_the_formula_is_what_is_held_moved_and_read_where_all_candidates_are(
     plain = measuring.LayerWorkload
     monkeypatch.setattr(measuring, "LayerWorkload", lambda *how, **more: plain(*how, **more, estimated=True))
     for placement in ("device", "host") if method.offloads else ("device",):
-        measuring.assert_near(*measuring.measured(method, Budget(0.3, mass=1.0), placement))
+        measuring.assert_near(*measuring.measured(method, Budget(budget, mass=1.0), placement))
 
 
 def test_methods_without_candidates_refuse_by_name() -> None:
@@ -164,7 +217,8 @@ def test_methods_without_candidates_refuse_by_name() -> None:
 @pytest.mark.parametrize("captured", [False, True], ids=["plain", "captured"])
 def test_sequences_of_unequal_lengths_read_what_they_read_alone(name: str, captured: bool) -> None:
     """In joint steps, but for Quest with a shorter last page that competes, whose heads step one by one."""
-    with attached(tiny("llama"), METHODS[name], budget=Budget(0.5, mass=0.7)) as kv, use_backend("torch"):
+    budget = Budget(70, mass=0.7)  # covers some of the prompts
+    with attached(tiny("llama"), METHODS[name], budget=budget) as kv, use_backend("torch"):
         wanted = test_slots.alone(test_slots.engine_of(kv))
         how = {"graphs": Tape()} if captured else {}
         made = test_slots.together(test_slots.engine_of(kv, **how))

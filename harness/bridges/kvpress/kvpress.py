@@ -64,7 +64,7 @@ class KVPress(Method):
         works only on prompts that are longer."""
         return windows(build(self.press))
 
-    def reads_all(self, sealed: int, tokens: int) -> bool:
+    def reads_all(self, sealed: int, tokens: int, pruned: bool = False) -> bool:
         """Return whether nothing is left out of a prompt of `sealed` tokens: the budget of `tokens`
         covers it, or the press works only on a longer one."""
         return tokens >= sealed or sealed <= self.windows

@@ -14,7 +14,7 @@ from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.footprint import footprint
-from methods.base import Method
+from methods.base import Budget, Method
 from methods.tiers.codec import IntCodec
 from methods.tiers.pinned_memory import PinnedMemory
 from methods.tiers.rows import HostRows
@@ -93,9 +93,12 @@ def test_all_rows_lie_in_memory_that_was_there_before(
     assert not watched.places
 
 
-def test_a_batch_shares_no_memory_and_a_cache_that_grows_takes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("budget", [0.4, Budget(1.0, mass=0.8)], ids=str)
+def test_a_batch_shares_no_memory_and_a_cache_that_grows_takes_its_own(
+    budget: float | Budget, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watched = Watched(monkeypatch)
-    with attached(tiny("llama"), small("quest"), budget=0.4, placement="host") as kv:
+    with attached(tiny("llama"), small("quest"), budget=budget, placement="host") as kv:
         kv.engine = TransferEngine(pinned_memory=PinnedMemory(watched.pin))
         caches = [kv.start(KVCache, capacity=100, batch=2) for _ in range(2)]
         assert len(watched.places) == 2
