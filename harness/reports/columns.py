@@ -103,6 +103,8 @@ def measurements(table: Comparison) -> list[Column]:
             cost_difference(table),
         ]
     fidelity = [row["fidelity"] or {} for row in rows]
+    low, high = (share("", [row["budget"]["attended"].get(key) for row in rows]) for key in ("p10", "p90"))
+    over_layers = [f"{a}-{b}" if a else "" for a, b in zip(low.cells, high.cells, strict=True)]
     p50, p90 = quantities({key: [row["tpot_s"][key] for row in rows] for key in ("p50", "p90")}, SECONDS)
     both = [f"{a}/{b}" if a else "" for a, b in zip(p50.cells, p90.cells, strict=True)]
     return [
@@ -113,6 +115,7 @@ def measurements(table: Comparison) -> list[Column]:
         counts("cut", [row.get("num_cut") or None for row in rows]),
         Column("stamps", "", [stamps(entry, table) for entry in entries], left=True),
         share("attended", [row["budget"]["attended"]["share"] for row in rows]),
+        replace(low, head="by layers\np10-p90", cells=over_layers),
         number("read\nin all", "tokens", _read_in_all(rows)),
         share("read per\nKV head\n(union)", [row["budget"]["union"]["share"] for row in rows]),
         *(share(name, [measured.get(name) for measured in fidelity]) for name in ("recall", "mass")),

@@ -123,12 +123,12 @@ class Reply:
 
     @property
     def attended_share(self) -> float | None:
-        return self.share("attended")
+        return self.share("attended_prompt")
 
-    def share(self, what: str) -> float | None:
-        """Return the number of prompt tokens that steps read as a share of the sealed ones. `what`:
-        "attended" for the tokens per query head, "union" for the distinct tokens per KV head."""
-        known = [(reply.measured.get(f"{what}_prompt"), reply.sealed_at) for reply in self.replies]
+    def share(self, measure: str) -> float | None:
+        """Return a number of prompt tokens that steps read, such as "attended_prompt" (per query
+        head) or "union_prompt" (distinct ones per KV head), as a share of the sealed ones."""
+        known = [(reply.measured.get(measure), reply.sealed_at) for reply in self.replies]
         return over_known(fmean, [tokens / sealed for tokens, sealed in known if tokens is not None and sealed])
 
 

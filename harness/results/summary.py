@@ -62,10 +62,11 @@ def summarise(
     """Return the row of a run as nested values: scores from 0 to 1, seconds, bytes. `info` is
     run.json; `full`: the records of the run of Full that it is compared with.
 
-    Scores are means over groups; `attended`, `union` (tokens, and shares of the sealed prompt),
-    `total_tokens` (of prompt and answer) and traffic are means over examples; other bytes are the
-    largest of any example. Times are None if the run is `simulated` or `traced`. A `failed` example
-    counts only in `num_failed`, a `skipped` one in `num_skipped`.
+    Scores are means over groups; `attended`, `union` (tokens, and shares of the sealed prompt; in
+    `attended` also quantiles over layers, where a method reads as many as it needs), `total_tokens`
+    (of prompt and answer) and traffic are means over examples; other bytes are the largest of any
+    example. Times are None if the run is `simulated` or `traced`. A `failed` example counts only in
+    `num_failed`, a `skipped` one in `num_skipped`.
     """
     simulated, traced = bool(info.get("simulated", False)), config.get("trace") == "on"
     tokens = [record.prompt_tokens for record in records]
@@ -77,8 +78,9 @@ def summarise(
         "model": model_name(config),
         "presets": info.get("presets"),
         "budget": _asked(config)
-        | {what: _read(records, what) for what in ("attended", "union")}
         | {
+            "attended": _read(records, "attended_prompt") | _over_layers(records),
+            "union": _read(records, "union_prompt"),
             "counts": (info.get("budget_use") or {}).get("counts", "prompt"),
             "extra_rows": (info.get("budget_use") or {}).get("extra_rows", 0),
             "total_tokens": over_known(fmean, [record.measured.get("attended_total") for record in records]),
@@ -160,9 +162,18 @@ def _averages(records: Sequence[Record], groups: Mapping[str, float], task: Any)
     return made.averages(groups, {name: fmean(values) for name, values in details.items()})
 
 
-def _read(records: Sequence[Record], what: str) -> dict[str, float | None]:
-    tokens, share = [r.measured.get(f"{what}_prompt") for r in records], [r.share(what) for r in records]
-    return {"tokens": over_known(fmean, tokens), "share": over_known(fmean, share)}
+def _read(records: Sequence[Record], measure: str) -> dict[str, float | None]:
+    tokens, shares = [r.measured.get(measure) for r in records], [r.share(measure) for r in records]
+    return {"tokens": over_known(fmean, tokens), "share": over_known(fmean, shares)}
+
+
+def _over_layers(records: Sequence[Record]) -> dict[str, float | None]:
+    """Return quantiles over layers of the share of the sealed prompt that a head read per step, as
+    means over examples; None for a method that reads equally many in every step."""
+    return {
+        name: over_known(fmean, [record.share(f"attended_{name}") for record in records])
+        for name in ("p10", "p50", "p90")
+    }
 
 
 def _fidelity(records: Sequence[Record]) -> dict[str, float | None] | None:

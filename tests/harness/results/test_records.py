@@ -41,7 +41,7 @@ def test_older_lines_have_more_and_fewer_keys() -> None:
         del part["union_prompt"]
     older = Record.from_plain(plain, "line 1")
     assert older.kv == older.replies[0].kv == {"device": 1000, "host": 0}
-    assert older.share("union") is None
+    assert older.share("union_prompt") is None
     del plain["kv_device_bytes"]
     with pytest.raises(RecordError, match=r"line 3.*kv_device_bytes"):
         Record.from_plain(plain, "line 3")

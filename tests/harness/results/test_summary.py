@@ -118,12 +118,12 @@ def test_memory_is_the_largest_and_traffic_the_mean() -> None:
 
 def test_attended_is_told_in_tokens_and_as_a_share_of_what_was_sealed() -> None:
     lines = [
-        record("a", attended_prompt=10.0, union_prompt=20.0),
-        record("b", attended_prompt=10.0, union_prompt=30.0, context_tokens=50),
+        record("a", attended_prompt=10.0, union_prompt=20.0, attended_p10=2.0, attended_p90=30.0),
+        record("b", attended_prompt=10.0, union_prompt=30.0, context_tokens=50, attended_p10=4.0, attended_p90=30.0),
         record("c", attended_prompt=None, attended_total=None),
     ]
     budget = summary(lines)["budget"]
-    assert budget["attended"] == {"tokens": 10.0, "share": pytest.approx(0.15)}
+    assert budget["attended"] == pytest.approx({"tokens": 10.0, "share": 0.15, "p10": 0.05, "p50": None, "p90": 0.45})
     assert budget["union"] == {"tokens": 25.0, "share": pytest.approx(0.4)}
 
 
