@@ -99,7 +99,7 @@ def test_captured_steps_are_the_same(name: str) -> None:
     with attach(small(name), 0.5) as kv, use_backend("torch"):
         wanted = alone(engine_of(kv))
         engine, single = (engine_of(kv, graphs=Tape()) for _ in range(2))
-        slots, first = together(engine), single.generate(prompt(60), max_new_tokens=3)
+        slots, first = together(engine), single.generate(prompt(60), max_new_tokens=NEW)
     assert engine.plain_steps == single.plain_steps
     assert {slot.capture_s is None for slot in slots} == {first.capture_s is None}
     assert_the_same(slots, wanted)
