@@ -32,6 +32,7 @@ from harness.engine.forward import BlockForward
 from kernels.dispatch import use_backend
 from methods.kivi import Kivi
 from methods.shadowkv import ShadowKV
+from methods.tiers.codecs import codec_of
 from tests.dispatched import NO_LAUNCH, DispatchRecorder, is_launch
 from tests.generated_pages import DOCS, code, table, with_table
 from tests.methods.test_contract import small
@@ -42,9 +43,27 @@ LENGTHS = (61, 74, 90, 83, 67, 72, 95, 88)  # of prompts
 BUDGET = 0.5
 SEQUENCES = (1, 4, 8)
 METHODS = (
-    "full", "streaming", "snapkv", "pyramidkv", "pqcache", "quest", "shadowkv", "h2o", "oracle", "lm_infinite",
-    "infinigen", "rocketkv", "sparq", "adakv", "infllm", "kivi",
-)  # fmt: skip
+    "full",
+    "streaming",
+    "snapkv",
+    "pyramidkv",
+    "pqcache",
+    "quest",
+    "shadowkv",
+    "h2o",
+    "oracle",
+    "lm_infinite",
+    "infinigen",
+    "rocketkv",
+    "sparq",
+    "adakv",
+    "infllm",
+    "kivi",
+    "vattention",
+    "kvzip",
+    "ada_pyramid",
+    "coded",
+)  # fmt: skip; steps of TOVA and R-KV are not captured
 HEAD = ("methods", *(f"{count} sequence{'s' if count > 1 else ''}" for count in SEQUENCES))
 OUTSIDE = "Outside of its layers a step launches N times"  # below the table
 PAGE = DOCS / "kernels.md"
@@ -119,7 +138,8 @@ def attached_to(name: str) -> Any:
     # every prompt fills more than one block, and no step does
     method = replace(method, group=4, residual=20) if isinstance(method, Kivi) else method
     budget = BUDGET if method.uses_budget else None
-    return attached(joined_model(), method, budget=budget, calibration=prompt(64, seed=9))
+    codec = codec_of("int4") if name == "coded" else None
+    return attached(joined_model(), method, budget=budget, calibration=prompt(64, seed=9), codec=codec)
 
 
 @cache
