@@ -109,7 +109,7 @@ class ZipKeep(Evict, capturable=True, of_each={}):
                 continue
             best = scores.flatten().topk(count).indices.sort().values  # one head after the other
             ends = keys * torch.arange(1, len(scores), device=best.device)
-            rows += (best % keys).tensor_split(torch.searchsorted(best, ends).cpu())
+            rows += (best % keys).tensor_split(torch.searchsorted(best, ends).tolist())
         self.layer.retain_per_head(rows)
 
     def close(self, evicted: int) -> None:

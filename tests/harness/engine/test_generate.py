@@ -71,6 +71,8 @@ def test_turns_are_those_of_our_engine_and_sparse(name: str) -> None:
     generated = [layer.attended.generated for layer in cache.layers]
     assert max(generated) == NEW - 1
     assert min(generated) == NEW - 1 or kv.method.counts_answer  # which may drop generated tokens
+    if name == "kvpress" or kv.method.repeats:
+        return  # it compresses the first prompt alone
     read = sum(layer.attended.prompt for layer in cache.layers)
     budgets = [layer.request.budget for layer in cache.layers]  # InfiniGen's is none in its first layer
     assert read <= sum(whole if budget is None else budget.tokens(whole, i) for i, budget in enumerate(budgets))
