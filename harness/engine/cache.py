@@ -164,11 +164,11 @@ class KVCache(Cache):
     def repeating(self, piece: Piece) -> Iterator[None]:
         """Let the forward in the block repeat a piece of the prompt: layers attend to what they hold
         and store nothing, and no token is counted."""
-        before, self.piece = self.num_tokens, piece
+        self.piece = piece
         try:
             yield
         finally:
-            self.num_tokens, self.piece = before, None
+            self.piece = None
 
     def end(self) -> None:
         """Count the tokens of a forward of the model that has ended, once its layers have done what

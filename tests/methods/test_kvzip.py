@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from time import sleep
@@ -13,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import DynamicCache
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from harness import Engine, attached
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
-from methods.base import RepeatPrompts
+from harness.models.base import sliding_windows
+from methods.base import Budget, RepeatPrompts
 from methods.full import Full
 from methods.kvzip import KVzip, ZipKeep
-from tests.tiny import fresh, prompt, tiny
+from tests.tiny import by_length, eager, fresh, prompt, tiny
 
 LENGTH, BUDGET, SINKS = 90, 0.3, 3
 HEAD = tuple(prompt(LENGTH)[0, :5].tolist())
@@ -45,42 +44,33 @@ def sealed(kv: Attachment, ids: Tensor, chunk: int | None = None) -> tuple[KVCac
     return cache, scores
 
 
-def reference(ids: Tensor, chunk: int, asked: RepeatPrompts, sinks: int) -> list[Tensor]:
-    """Return the scores [B G S] of each layer by transformers' own forward and cache."""
-    model: Any = tiny("llama")
-    modules = [layer.self_attn for layer in model.model.layers]
-    head, length, seen = len(asked.head), ids.shape[1], dict[int, tuple[Tensor, ...]]()
-
-    def note(module: Any, _: object, given: dict[str, Any]) -> None:
-        seen[module.layer_idx] = (given["hidden_states"], *given["position_embeddings"])
-
-    cache = DynamicCache()
-    with ExitStack() as hooks, torch.no_grad():
-        for module in modules:
-            hooks.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
+def reference(ids: Tensor, chunk: int, asked: RepeatPrompts, sinks: int, architecture: str = "llama") -> list[Tensor]:
+    """Return the scores [B G S] of each layer that does not slide, by the weights of transformers' own forward in fp64:
+    those of the keys that count, divided by their sum, to which a sink logit adds what is missing from 1."""
+    model: Any = eager(architecture).double()
+    model.config._experts_implementation = "eager"  # others take no fp64
+    layers = [layer for layer, window in enumerate(sliding_windows(model.config)) if window is None]
+    head, length, cache = len(asked.head), ids.shape[1], DynamicCache()
+    with torch.no_grad():
         model(ids, past_key_values=cache)
-        scores = [torch.zeros(layer.keys.shape[:3]) for layer in cache.layers]
+        scores = [torch.zeros(cache.layers[layer].keys.shape[:3]) for layer in layers]
         for first in range(head, length, chunk):
             piece, words = ids[:, first : first + chunk], asked.first if first == head else asked.later
             before = ids[:, max(head, first - 8) : first]
             spoken = [torch.tensor([tokens]).long().expand(len(ids), -1) for tokens in (words, asked.answer)]
-            model(torch.cat([spoken[0], before, spoken[1], piece], 1), past_key_values=cache)
+            fed = torch.cat([spoken[0], before, spoken[1], piece], 1)
+            weights = model(fed, past_key_values=cache, output_attentions=True).attentions
             places = [*range(max(head, min(sinks, first))), *range(first, first + piece.shape[1])]
-            for number, module in enumerate(modules):
-                hidden, cos, sin = seen[number]
-                q = module.q_proj(hidden).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
-                q, k = apply_rotary_pos_emb(q, q, cos, sin)[0], cache.layers[number].keys
-                rows = [*places, *range(length, k.shape[2])]
-                k = k[:, :, rows].repeat_interleave(module.num_key_value_groups, 1)
-                logits = q @ k.mT * module.scaling
-                later = torch.ones(logits.shape[-2:]).triu(1 + logits.shape[3] - logits.shape[2]).bool()
-                weights = logits.masked_fill(later, float("-inf")).softmax(-1).unflatten(1, (2, -1)).amax((2, 3))
+            for number, layer in enumerate(layers):
+                near = weights[layer][..., [*places, *range(length, length + fed.shape[1])]]
+                missing = 1 - weights[layer].sum(-1, keepdim=True) if architecture == "gpt_oss" else 0
+                near = (near / (near.sum(-1, keepdim=True) + missing)).unflatten(1, (2, -1)).amax((2, 3))
                 columns = slice(len(places) - piece.shape[1], len(places))
-                scores[number][:, :, first : first + piece.shape[1]] = weights[..., columns]
-            for layer in cache.layers:
-                layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
-    for layer in scores:
-        layer[:, :, : max(head, sinks)] = float("inf")
+                scores[number][:, :, first : first + piece.shape[1]] = near[..., columns]
+            for held in cache.layers:
+                held.keys, held.values = held.keys[:, :, :length], held.values[:, :, :length]
+    for of_layer in scores:
+        of_layer[:, :, : max(head, sinks)] = float("inf")
     return scores
 
 
@@ -101,7 +91,7 @@ def test_the_keys_with_the_largest_weights_stay(chunk: int, share: Any) -> None:
         cache, scores = sealed(kv, ids, 33)
     size = int(BUDGET * LENGTH)
     for mine, plain in zip(scores, wanted, strict=True):
-        assert_close(mine, plain)
+        assert_close(mine, plain, check_dtype=False)
     for sequence in range(2):
         ranked = sorted(
             (float(score), layer, head, place)
@@ -120,6 +110,19 @@ def test_the_keys_with_the_largest_weights_stay(chunk: int, share: Any) -> None:
             assert {(head, place) for head, row in enumerate(heads) for place in row} == {
                 *of_layer[: sum(map(len, heads))]
             }
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "gpt_oss", "phi4", "smollm3"])
+def test_every_family_is_scored_as_it_attends(architecture: str) -> None:
+    """Norms of queries, another scale, sink logits, a partial rotation, none. A dense layer takes nothing of others."""
+    ids, budget = prompt(LENGTH), Budget(BUDGET, dense_layers=(1,))
+    with attached(tiny(architecture), KVzip(chunk=40), budget=budget, repeat_prompts=ASKED) as kv:
+        cache, scores = sealed(kv, ids)
+    for mine, plain in zip(scores, reference(ids, 40, ASKED, 4, architecture), strict=True):
+        assert_close(mine, plain, atol=1e-5, rtol=1e-4, check_dtype=False)
+    first, dense, *others = [layer.positions for layer in cache.method_layers]  # type: ignore[attr-defined]
+    assert dense is None
+    assert sum(int((places >= 0).sum()) for places in (first, *others)) == 27 * 2 * (1 + len(others))
 
 
 @pytest.mark.skipif(find_spec("kvpress") is None, reason="kvpress is not installed: `make setup` does it")
@@ -157,9 +160,11 @@ def test_kvpress_keeps_the_same(share: Any) -> None:
         assert len(theirs ^ {(head, place) for head, row in enumerate(ours) for place in row}) <= (share == "model")
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt_oss", "dynamic"])
 def test_a_repetition_reads_the_prompt_and_leaves_nothing_behind(architecture: str) -> None:
-    ids, model = prompt(LENGTH), tiny(architecture)
+    """It does not turn the angles of a text that is short enough: they stay those of the plain model."""
+    plain, length = tiny("llama" if architecture == "dynamic" else architecture), 60
+    ids, model = prompt(LENGTH)[:, :length], by_length("llama", "dynamic") if architecture == "dynamic" else plain
     with attached(model, KVzip(chunk=40), budget=BUDGET, repeat_prompts=ASKED) as kv:
         engine = Engine(kv)
         cache = engine.cache(ids, 4)
@@ -167,15 +172,17 @@ def test_a_repetition_reads_the_prompt_and_leaves_nothing_behind(architecture: s
         before = [{name: x.clone() for name, x in state.items()} for state in cache.contents()]
         fed = list[tuple[Tensor, Tensor]]()
         kv.read_again(lambda piece, cache: fed.append((piece, engine.run(piece, cache))), cache, ids)
-        after, tokens = cache.contents(), cache.num_tokens
-    assert tokens == LENGTH
+        after, tokens, count = cache.contents(), cache.num_tokens, len(fed)
+        kv.budget = Budget(1.0)
+        kv.read_again(lambda piece, cache: fed.append((piece, piece)), cache, ids)
+    assert (tokens, len(fed)) == (length, count)
     for one, other in zip(before, after, strict=True):
         assert all(torch.equal(x, other[name]) for name, x in one.items())
-    with attached(model, Full()) as kv, torch.no_grad():
+    with attached(plain, Full()) as kv, torch.no_grad():
         for piece, logits in fed:
-            whole = model(torch.cat([ids, piece], 1), past_key_values=kv.cache(capacity=300), logits_to_keep=1).logits
+            whole = plain(torch.cat([ids, piece], 1), past_key_values=kv.cache(capacity=300), logits_to_keep=1).logits
             assert_close(logits, whole[:, -1], atol=1e-4, rtol=1e-3)
-    assert [piece.shape[1] for piece, _ in fed] == [5 + 40, 4 + 8 + 40, 4 + 8 + 5]
+    assert [piece.shape[1] for piece, _ in fed] == [5 + 40, 4 + 8 + 15]
 
 
 def test_a_further_turn_keeps_all_that_it_brings_and_says_so() -> None:

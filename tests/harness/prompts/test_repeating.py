@@ -16,6 +16,7 @@ from harness.prompts.repeating import repeat_prompts
 from methods.base import Piece
 from methods.kvzip import KVzip
 from tests.fast import MODEL, niah
+from tests.harness.prompts.test_prompt import tokenizer
 
 
 def test_a_repetition_reads_as_a_talk() -> None:
@@ -33,10 +34,29 @@ def test_a_repetition_reads_as_a_talk() -> None:
     assert sum(piece.end - piece.first for _, piece in fed) == len(ids) - head
 
 
-def test_without_a_template_the_authors_other_words_open_the_answer() -> None:
-    asked = repeat_prompts(MODEL.tokenizer(), chat="none")
-    assert MODEL.tokenizer().decode(asked.answer) == "\n\nAnswer: "
-    assert asked.head == ()
+TEMPLATE = (
+    "{{ rule }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    "{% if enable_thinking is defined and not enable_thinking %} <think>\n\n</think>\n\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "bos", "head", "answer"),
+    [
+        ("{{ bos_token }}" + TEMPLATE, "template", True, "<s>Be brief. user: ", "\nassistant: <think>\n\n</think>\n\n"),
+        (TEMPLATE, "template", True, "<s>Be brief. user: ", "\nassistant: <think>\n\n</think>\n\n"),
+        (TEMPLATE, "template", False, "Be brief. user: ", "\nassistant: <think>\n\n</think>\n\n"),
+        (TEMPLATE, "none", True, "<s>", "\n\nAnswer: "),
+        (None, "template", False, "", "\n\nAnswer: "),
+    ],
+)
+def test_the_template_says_what_stays_and_how_an_answer_opens(
+    template: str | None, chat: Any, bos: bool, head: str, answer: str
+) -> None:
+    """Its thoughts are off. Without one, the authors' other words open the answer."""
+    words = tokenizer(template, bos=bos)
+    asked = repeat_prompts(words, chat=chat, keywords={"rule": "Be brief. "})
+    assert (words.decode(asked.head), words.decode(asked.answer)) == (head, answer)
 
 
 @pytest.mark.parametrize(
