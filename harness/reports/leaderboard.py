@@ -46,6 +46,7 @@ INTRODUCTION = (
     "KV dev, KV host: most bytes of keys, values and index held there; moved, read: bytes of a decode step, the mean; "
     "TT2T: time to the second token, TPOT: time of each further one, medians.",
     "In a command, DATA stands for the folder of your data sets.",
+    "Decode steps and operations have times, not scores: docs/benchmarks.md has them, from results/published/bench.",
 )
 
 

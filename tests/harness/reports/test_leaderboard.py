@@ -83,6 +83,8 @@ def test_rows_stand_with_their_prompts_and_say_what_was_not_measured(folder: Pat
     assert "../my/data" not in page
     assert "A CPU, threads unknown, torch unknown, commit 0123456; 2026-11-22" in page
     assert "TT2T and TPOT: 3 prompts" in page
+    places = re.findall(r"docs/\w+\.md|results/published/\w+", page)  # of what has no rows here
+    assert [(PUBLISHED.parents[1] / place).exists() for place in places] == [True, True]
 
 
 @pytest.mark.parametrize("step", [25, pytest.param(1, marks=pytest.mark.slow)])
