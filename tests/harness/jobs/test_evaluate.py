@@ -12,13 +12,15 @@ import yaml
 
 from evals.base import Score
 from evals.longbench import LongBench
-from harness.config.settings import Data, GenerationSettings, Results, Settings
-from harness.jobs.evaluate import evaluate
+from harness.config.settings import Data, GenerationSettings, Results, Settings, SettingsError
+from harness.jobs.evaluate import evaluate, evaluate_together
 from harness.jobs.job import Job
 from harness.models.devices import DeviceError
 from harness.results.files import read_json
+from harness.results.records import StoreError
 from harness.results.run_folder import StoredRun
 from methods.full import Full
+from methods.streaming import Streaming
 from tests import forks
 from tests.failures import third_record_fails
 from tests.fake_records import rewrite
@@ -114,6 +116,63 @@ def test_an_error_in_the_middle_loses_and_repeats_nothing(tmp_path: Path, shared
     with lines.open("a") as file:
         file.write('{"id": "half a li')
     assert without_times(run(tmp_path / "torn", baseline="off", shared_prefill=shared)) == without_times(whole)
+
+
+def two_jobs(root: Path, shared: bool) -> list[Job]:
+    """Plan two jobs without Full, in the order in which their folders are opened."""
+    settings = Settings(results=Results(root=str(root)), budget=0.5, baseline="off", shared_prefill=shared)
+    jobs = [Job.plan(method, niah(), MODEL, settings) for method in (PQ, Streaming())]
+    return sorted(jobs, key=lambda job: job.folder)
+
+
+@both
+def test_a_folder_that_cannot_be_opened_fails_its_own_job(tmp_path: Path, shared: bool) -> None:
+    torn, other = jobs = two_jobs(tmp_path, shared)
+    torn.folder.mkdir()
+    (torn.folder / "run.json").write_text('{"status": ')
+    errors = list[Exception]()
+    finished = evaluate_together(jobs, errors.append)
+    assert [(stored.folder, stored.status, len(stored.records)) for stored in finished] == [
+        (other.folder, "complete", 4)
+    ]
+    assert [(type(error), str(torn.folder) in str(error)) for error in errors] == [(StoreError, True)]
+    with pytest.raises(StoreError, match=r"run\.json"):
+        evaluate_together(jobs)
+
+
+def test_a_job_that_does_not_fit_leaves_the_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    large, other = jobs = two_jobs(tmp_path, shared=False)
+
+    def refuse(job: Job, beside: object) -> None:
+        if job.folder == large.folder:
+            raise SettingsError("This needs more memory than there is.")
+
+    monkeypatch.setattr(Job, "refuse_memory", refuse)
+    errors = list[Exception]()
+    assert [stored.folder for stored in evaluate_together(jobs, errors.append)] == [other.folder]
+    assert [type(error) for error in errors] == [SettingsError]
+
+
+@both
+def test_a_run_that_was_killed_after_its_last_example_ends_whatever_fails_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    killed, lacking = jobs = two_jobs(tmp_path, shared)
+    before = evaluate_together(jobs)[0].records
+    rewrite(killed.folder, status="running")
+    (lacking.folder / "examples.jsonl").unlink()
+
+    def fails(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("harness.jobs.job.load", fails)
+    errors = list[Exception]()
+    finished = evaluate_together(jobs, errors.append)
+    assert [(stored.folder, stored.status, stored.records) for stored in finished] == [
+        (killed.folder, "complete", before)
+    ]
+    assert [type(error) for error in errors] == [MemoryError]
+    assert read_json(lacking.folder / "run.json")["status"] == "failed"
 
 
 @pytest.mark.tokens
