@@ -161,8 +161,8 @@ class PerHeadStore(KVStore):
     """Hold keys and values of every KV head of every sequence in a store of its own, so that heads
     may keep different numbers of tokens, and what a head drops takes no memory.
 
-    `length` is the mean over the heads, a whole number because the tokens of all heads together are
-    a multiple of the number of heads."""
+    `length` is the mean over the heads: a whole number for one sequence, whose tokens are a multiple
+    of its heads, and rounded down where sequences of a batch hold different numbers (KVzip)."""
 
     def __init__(self, spec: LayerSpec, cache: CacheState, k: Sequence[Tensor], v: Sequence[Tensor], room: int) -> None:
         """Fill the stores. k, v: a tensor [S D] for every head, one sequence after the other.
