@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from harness.engine.attach import attached
 from harness.engine.engine import Engine
 from kernels.dispatch import use_backend
-from methods.base import Budget, BudgetError, Method
+from methods.base import Budget, BudgetError, CacheState, Method
 from methods.full import Full
 from methods.layers import Layer
 from methods.oracle import Oracle
@@ -55,7 +55,7 @@ def in_4_bits(key: Tensor) -> Tensor:
 def test_a_share_is_carried_by_the_fewest_tokens_of_each_head() -> None:
     """Against loops in fp64, with long tails, candidates that are missing, and equal weights."""
     draw = torch.Generator().manual_seed(0)
-    for spread in (0.0, 1.0, 8.0):
+    for spread in (0.0, 1.0, 30.0):
         logits, always = spread * torch.randn(2, 2, 3, 600, generator=draw), torch.randn(2, 2, 3, generator=draw)
         logits[:, :, :, ::7] = -torch.inf
         for mass in (0.001, 0.6, 0.999, 0.9999999, 1.0):
@@ -67,6 +67,19 @@ def test_a_share_is_carried_by_the_fewest_tokens_of_each_head() -> None:
                     left = math.fsum(weights[late] for late in ranked[place:])
                     wanted[b, c, token] |= mass == 1 or left > 1 - mass
             assert torch.equal(carrying(logits, always, mass), wanted)
+    nothing = torch.full((1, 1, 1), -torch.inf)
+    assert carrying(torch.zeros(1, 1, 1, 4), nothing, 0.5).tolist() == [[[True, True, False, False]]]
+    assert carrying(torch.tensor([[[[900.0, 60, -60]]]]), nothing, 1.0).all()
+
+
+@named
+def test_a_sink_logit_carries_what_it_weighs(name: str) -> None:
+    s = Sequences(SHAPES[1], PROMPT + 1)
+    heavy = [replace(spec, sink_logits=torch.full((6,), 60.0)) for spec in s.specs]
+    (layer,) = METHODS[name].start(heavy, CacheState(s.request(Budget(35, mass=0.6))))
+    s.seal([layer], 0, PROMPT)
+    s.decode([layer], PROMPT)
+    assert layer.attended.prompt == (11 if name in ("oracle", "pqcache") else 0)
 
 
 @named
@@ -146,7 +159,11 @@ def test_tokens_and_what_was_read_are_the_same_in_each_place_in_batches_and_capt
         other = generated(name, ids, placement, captured)
         assert other.tokens == made.tokens
         assert other.measured["attended_prompt"] == pytest.approx(made.measured["attended_prompt"])
-        assert placement == "device" or other.measured["moved_bytes_per_step"] > 0
+        if placement != "device":  # what is not read does not move
+            read, config = made.measured["attended_prompt"] - 12 * (name == "pqcache"), tiny("llama").config
+            lists = config.num_key_value_heads if name in ("pqcache", "quest-kv-head") else config.num_attention_heads
+            row = config.num_hidden_layers * 2 * config.hidden_size // config.num_attention_heads * 4
+            assert 0 < other.measured["moved_bytes_per_step"] <= 2 * lists * read * row * 1.001
     low, middle, high = (made.measured[f"attended_p{share}"] for share in (10, 50, 90))
     assert 0 < low <= middle <= high < whole.measured["attended_prompt"]
     assert "attended_p50" not in whole.measured
