@@ -58,7 +58,8 @@ def _budget(job: Job) -> str:
     asked = [(tokens, budget.tokens(tokens, layer)) for tokens in {min(prompts), max(prompts)} for layer in ruled]
     read = [tokens if job.method.reads_all(tokens, some) else some for tokens, some in asked]
     dense = f"; all in layers {', '.join(map(str, budget.dense_layers))}" if budget.dense_layers else ""
-    return f"a step reads {_range(read)} of {_range(prompts)} prompt tokens{dense}"
+    most = "at most " if budget.mass is not None else ""
+    return f"a step reads {most}{_range(read)} of {_range(prompts)} prompt tokens{dense}"
 
 
 def _bytes(job: Job) -> str:

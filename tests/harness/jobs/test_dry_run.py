@@ -33,6 +33,7 @@ def row(cli: Cli, name: str, *words: str) -> list[str]:
         (["dense_layers=[1]"], "80 of 400"),
         (["method=full"], "all of 400"),
         (["budget_bytes=60000"], "117 of 400"),
+        (["method=oracle", "budget=0.5", "budget_mass=0.9"], "at most 200 of 400"),
     ],
 )
 def test_the_budget_is_said_in_tokens(cli: Cli, words: list[str], says: str) -> None:
