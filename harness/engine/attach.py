@@ -53,7 +53,8 @@ from methods.tiers.transfer import shared_engine
 
 Run = Callable[[Tensor, KVCache], object]  # a forward of token ids [B T]
 AnyCache = TypeVar("AnyCache", bound=KVCache)
-_prepared: WeakKeyDictionary[PreTrainedModel, dict[Method, tuple[object, float]]] = WeakKeyDictionary()
+_Prepared = dict[tuple[Method, bytes | None], tuple[object, float]]  # by method and the calibration text that it needs
+_prepared: WeakKeyDictionary[PreTrainedModel, _Prepared] = WeakKeyDictionary()
 
 
 class Attachment:
@@ -240,15 +241,17 @@ class Attachment:
 
     def _prepare(self, calibration: Tensor | None) -> tuple[object, float]:
         """Return what the method has computed once for this model (`Method.prepare`), and the
-        seconds that it took. Both are remembered for later attachments of the same model and
-        method."""
+        seconds that it took. Both are remembered for later attachments of the same model, method and
+        calibration text."""
+        text = calibration.numpy(force=True).tobytes() if calibration is not None else None
+        key = self.method, text if self.method.calibration_tokens else None
         known = _prepared.setdefault(self.model, {})
-        if self.method not in known:
+        if key not in known:
             before = perf_counter()
             prepared = self.method.prepare(self.specs, observer(self.model, self.model_specs, calibration))
             wait_for(self.model.device)
-            known[self.method] = prepared, perf_counter() - before
-        return known[self.method]
+            known[key] = prepared, perf_counter() - before
+        return known[key]
 
 
 def _refuse(model: object, placement: object, reuse_steps: object, codec: object, disk: Path | None) -> None:

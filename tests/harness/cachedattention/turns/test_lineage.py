@@ -20,12 +20,13 @@ from tests.tiny import prompt
 
 
 def test_another_calibration_is_another_fingerprint() -> None:
-    """InfiniGen's directions choose what is read, and what was read is in the rows of the answer."""
+    """InfiniGen's directions choose what is read, and what was read is in the rows of the answer.
+
+    The model is one and the same, so what was prepared for another text must not be taken."""
     loaded = Random(shape="tiny", layers=2).load("fp32", "cpu")
-    found = []
+    method, found = InfiniGen(calibration_tokens=64), []
     for seed in (1, 2, 1):
-        model = Random(shape="tiny", layers=2).load("fp32", "cpu").model
-        with attached(model, InfiniGen(calibration_tokens=64), budget=0.2, calibration=prompt(64, seed=seed)) as kv:
+        with attached(loaded.model, method, budget=0.2, calibration=prompt(64, seed=seed)) as kv:
             found.append(fingerprint(kv, loaded).digest)
     assert found[0] == found[2] != found[1]
 
