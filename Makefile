@@ -120,6 +120,11 @@ ablation_pqcache ruler_2k placement=device fidelity=0 method=pqcache method.sink
 ablation_pqcache_8k headline_8k method=pqcache method.b=6,8 method.recent_ratio=0.5,0.25
 ablation_shadowkv ruler_2k placement=device fidelity=0 method=shadowkv_full_rank method.chunk=8,4,2,1 budget=0.2
 equal_traffic ruler_2k fidelity=0 method=sparq,pqcache comm=0.015625,0.0625
+recent_2k_codecs recent_2k method=coded,kivi,kivi_2bit codec=tq4,tq3,tq2,int4h
+recent_2k_fixed recent_2k method=oracle,pqcache_tuned budget=0.08,0.123
+recent_2k_fixed_quest recent_2k method=quest_tuned budget=0.012,0.03
+recent_2k_kvzip recent_2k method=kvzip codec=tq4,int4h
+recent_2k_mass recent_2k method=oracle,quest_tuned,pqcache_tuned budget_mass=0.9
 ruler_half ruler_2k method=snapkv,snapkv_kernel15,pyramidkv,adakv,h2o,streaming budget=0.5
 ruler_one_split ruler_2k method=oracle,sparq,pqcache,h2o,streaming,lm_infinite,infllm windows.sinks=4 windows.recent_ratio=0.25
 ruler_paper_rule ruler_2k method=oracle,pqcache,shadowkv,rocketkv,lm_infinite,infllm budget_rule=paper

@@ -84,7 +84,7 @@ def listing(names: Sequence[str], methods: Sequence[str] = ()) -> str:
     if methods:
         rows = rows[rows["presets.method"].isin(["full", *methods])]
     rows = rows.drop_duplicates(["label", "budget.asked"]).dropna(axis="columns", how="all").copy()
-    variants = rows.groupby(["presets.method", "budget.asked"], dropna=False)["label"].transform("size") > 1
+    variants = rows.groupby("presets.method")["label"].transform("nunique") > 1
     rows["method"] = rows["label"].where(variants, rows["presets.method"])
     if "score.averages.perplexity" in rows:
         scores = LIKELIHOODS
