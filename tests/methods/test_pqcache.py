@@ -162,6 +162,6 @@ def test_a_fit_is_timed_once_and_serves_both_placements(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("methods.pqcache.measure", refuse)
     assert limits(monkeypatch, AUTO, calibration=text, placement="host") == first
-    with attached(tiny("llama"), AUTO, budget=0.2) as kv:
+    with attached(tiny("llama"), AUTO, budget=0.2, calibration=text) as kv:
         elsewhere = replace(AUTO, **AUTO.measured(kv.prepared))
     assert limits(monkeypatch, elsewhere) == first  # no calibration text: nothing is timed
