@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from harness.config.settings import Results, Settings
@@ -22,6 +23,7 @@ from harness.jobs import model_check
 from harness.jobs.evaluate import evaluate
 from harness.models.base import ModelError, sliding_windows
 from harness.models.hub import HuggingFace
+from harness.models.probe import NAME as PROBE
 from harness.models.probe import ProbeError, on_meta, probe
 from harness.models.random import byte_tokenizer
 from harness.reports.compare import comparisons
@@ -239,6 +241,14 @@ def test_the_probe_sees_what_attention_does(kind: str) -> None:
     model = on_meta(AutoConfig.for_model(kind), AutoModelForCausalLM.from_config)
     with pytest.raises(ProbeError, match=BY_PROBE[kind]):
         probe(model, sliding_windows(model.config))
+
+
+def test_the_probe_runs_where_kvpress_has_wrapped_what_an_earlier_one_registered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, PROBE, lambda *_, **__: pytest.fail("an earlier probe is asked"))
+    model = on_meta(AutoConfig.for_model("starcoder2", **SHAPE), AutoModelForCausalLM.from_config)
+    assert len(probe(model, sliding_windows(model.config))) == SHAPE["num_hidden_layers"]
 
 
 def test_the_probe_sees_masks_that_are_not_those_of_the_config() -> None:
