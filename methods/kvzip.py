@@ -7,10 +7,11 @@ first tokens, the piece and the fed tokens up to the query's own. The keys with 
 stay, of all layers and heads together (`share`), so whatever is asked later, the same keys answer.
 
 The chat template's beginning is not repeated and stays, as in the authors' code, and so do the first
-`sinks` tokens, as in kvpress; here both count within the budget, and a budget without room for more is recorded as a
-`fallback`. Under protocol=prompt the question is repeated, too. A prompt whose repetition goes beyond
-the model's window is refused, which the authors' code would read. Layers keep whole tokens per KV
-head on average, so a layer's total differs by less than its number of heads from the authors' own.
+`sinks` tokens, as in kvpress; here both count within the budget, and a budget without room for more
+is recorded as a `fallback`. Under protocol=prompt the question is repeated, too. A prompt whose
+repetition goes beyond the model's window is refused, which the authors' code would read. Layers keep
+whole tokens per KV head on average, so a layer's total differs by less than its number of heads from
+the authors' own.
 Weights are computed in fp32. What a further turn brings stays, as in the authors' code.
 
 Held against attention/score.py of github.com/snu-mllab/KVzip at 5d84729, on 700 tokens that SmolLM2

@@ -168,7 +168,7 @@ def _off_budget(entry: ReportRow) -> Iterator[str]:
     asked, read = row["budget"]["asked"], row["budget"]["attended"]["share"]
     plain = config.get("budget_rule", "read") == "read" and config.get("align", "tokens") == "tokens"
     plain = plain and not config.get("dense_layers") and row["budget"].get("counts") != COUNTS_ANSWER
-    varies = any(record.measured.get("attended_p50") is not None for record in entry.run.records)
+    varies = row["budget"]["attended"].get("p50") is not None
     off = 0 if read is None or not isinstance(asked, float) else read - asked if varies else abs(read - asked)
     if plain and off > OFF_BUDGET * (asked or 0):
         why = next((f": {reason}" for record in entry.run.records if (reason := record.fallback)), "")
