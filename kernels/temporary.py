@@ -81,7 +81,7 @@ def _held(parent: Path, start: str, make: Callable[[Path], None]) -> tuple[Path,
 
 
 def _remove_unless_held(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait for a writer
     try:
         if _lock(descriptor) and _is_at(path, descriptor):
             shutil.rmtree(path) if path.is_dir() else path.unlink()

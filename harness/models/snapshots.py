@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ from evals.data import value_of
 from evals.hub import reachable
 from harness.models.base import ModelError
 from harness.models.embedded import cache_root
+from kernels.temporary import replacing
 
 SMALL_FILES = ["config.json", "generation_config.json", "*.index.json", "token*", "special_tokens_map.json", "*.jinja"]
 SMALL_FILES += ["vocab.json", "merges.txt", "added_tokens.json"]
@@ -127,17 +127,16 @@ def file_sha256(file: Path) -> str:
     state = [status.st_size, status.st_ino, status.st_dev, status.st_mtime_ns, status.st_ctime_ns]
     named = hashlib.sha256(json.dumps([str(file.resolve()), state]).encode()).hexdigest()
     note = cache_root() / "hashes" / named[:32]
-    with suppress(OSError):
-        if status.st_size > SMALL and len(known := note.read_text()) == 64:
+    with suppress(OSError, ValueError):  # a note that is no hash is written anew
+        if status.st_size > SMALL and note.is_file() and len(bytes.fromhex(known := note.read_text())) == 32:
             return known
     with open(file, "rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if status.st_size > SMALL and file.stat().st_ctime_ns == status.st_ctime_ns:  # unchanged while it was read
         with suppress(OSError):  # if the cache cannot be written, every process reads the file again
             note.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = note.with_name(f".{note.name}.{os.getpid()}")
-            unfinished.write_text(digest)
-            unfinished.replace(note)
+            with replacing(note) as unfinished:
+                unfinished.write(digest.encode())
     return digest
 
 

@@ -9,28 +9,36 @@ any moment: every file is replaced as a whole, and the file of a session is writ
 its blocks.
 
 The spare copies that sessions leave on disk when they move into memory (`DiskAccount`) outlive a
-crash too."""
+crash too.
+
+Only files that the store itself names are read or removed, and no link is followed: whatever else
+lies in the folder is named in a warning and left alone."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 
 from harness.cachedattention.store.block import Block, WrittenFile, write
 from harness.cachedattention.store.fingerprint import EXACT
 from harness.cachedattention.store.placement import DiskAccount
 from harness.results.lock import FolderInUse, FolderLock, owner
 from harness.terminal.stopping import whole
-from kernels.temporary import replacing
+from kernels.temporary import remove_abandoned, replacing
 
 FORMAT = 6  # of a session's file
+HEX = "[0-9a-f]"  # each character of a name that the store makes
+MISREAD = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # by JSON that is not the store's
 
 
 class HistoryWarning(UserWarning):
@@ -60,22 +68,23 @@ class Disk:
     def __init__(self, folder: Path, capacity: int) -> None:
         self.folder, self.files = folder, DiskAccount[str](capacity)
         try:
-            for name in ("blocks", "sessions"):
-                (folder / name).mkdir(parents=True, exist_ok=True)
+            for inside in (folder / "blocks", folder / "sessions"):
+                inside.mkdir(parents=True, exist_ok=True)
+                _refuse_link(inside)
             self._lock = FolderLock(folder)
         except FolderInUse as error:
             raise HistoryError(
                 f"{folder} is in use by another store, of {owner(folder)}: wait until that ends, or name another folder"
             ) from error
         except OSError as error:
-            raise HistoryError(f"the store cannot use {folder} ({error.strerror}): name another folder") from error
+            raise _unusable(folder, error) from error
         self.sessions: dict[str, SessionOnDisk] = {}
         self._used = 0  # nanoseconds of the wall clock, at which a session was used last
         try:
             self._found = list(self._restored())
         except OSError as error:  # says nothing of a session, which the next start may well read
             self._lock.release()
-            raise HistoryError(f"the store cannot use {folder} ({error.strerror}): name another folder") from error
+            raise _unusable(folder, error) from error
         except BaseException:
             self._lock.release()
             raise
@@ -90,26 +99,44 @@ class Disk:
     def _restored(self) -> Iterator[tuple[str, float]]:
         """Read the files of all sessions. Remove what a crash has left: blocks that no session
         names, and sessions that lack a block. Yield each session's key and when it was used last,
-        in seconds of the wall clock, the least recently used first."""
-        sizes = {path: path.lstat().st_size for path in (self.folder / "blocks").glob("*/*")}
-        named: set[Path] = set()
-        for path in sorted((self.folder / "sessions").iterdir(), key=lambda path: path.lstat().st_mtime_ns):
+        in seconds of the wall clock, the least recently used first. A session whose files cannot be
+        read now, as permissions may have it, is passed over, and no block is removed then."""
+        sizes: dict[Path, int] = {}
+        all_read = True
+        for folder in _own(self.folder / "blocks", f"{HEX}{{2}}", S_ISDIR):
             try:
-                key, session = _session_in(path)
-            except ValueError:
-                if path.suffix == ".json":
-                    warn(f"{path} is damaged or of another version: its session is dropped")
+                sizes |= {path: path.lstat().st_size for path in _own(folder, rf"{HEX}{{32}}\.safetensors", S_ISREG)}
+            except OSError as error:
+                all_read = False
+                warn(f"{folder} cannot be read ({error.strerror}): it is passed over, and no block is removed")
+        named: set[Path] = set()
+        files = _own(self.folder / "sessions", rf"{HEX}{{32}}\.json", S_ISREG)
+        for path in sorted(files, key=lambda path: path.lstat().st_mtime_ns):
+            try:
+                key, session = self._session_in(path)
+                is_whole = all(
+                    sizes.get(self.path(block)) == block.file.bytes for block in session.blocks if block.file
+                )
+            except OSError as error:
+                all_read = False
+                warn(f"{path} cannot be read ({error.strerror}): it is passed over, and no block is removed")
+                continue
+            except MISREAD:
+                warn(f"{path} is damaged or of another version: its session is dropped")
                 _unlink(path)
                 continue
-            if any(sizes.get(self.path(block)) != block.file.bytes for block in session.blocks if block.file):
-                warn(f"{self.folder}: files of a session are missing or cut off; it is dropped")
-                _unlink(path)
+            if not is_whole:
+                if all_read:
+                    warn(f"{self.folder}: files of a session are missing or cut off; it is dropped")
+                    _unlink(path)
                 continue
             self._used = path.lstat().st_mtime_ns
             self.sessions[key] = session
             self.files.hold(key, _sizes(session.blocks))
             named |= {self.path(block) for block in session.blocks}
             yield key, self._used / 1e9
+        if not all_read:
+            return
         if sizes and not self.sessions:
             warn(f"{self.folder} has blocks of no session that could be read: they are dropped")
         for path in sizes.keys() - named:
@@ -178,10 +205,26 @@ class Disk:
         self.sessions[key] = session
         self.touch(key)
 
+    def _session_in(self, path: Path) -> tuple[str, SessionOnDisk]:
+        """Read the file of a session; return the session's key and content. Raise one of `MISREAD`
+        where it is not what was written there."""
+        checksum, _, data = path.read_bytes().partition(b"\n")
+        if hashlib.sha256(data).hexdigest().encode() != checksum:
+            raise ValueError(f"{path} is not what was written")
+        content = json.loads(data)
+        if content["format"] != FORMAT or path != self._session_path(content["key"]):
+            raise ValueError(f"{path} is of format {content['format']} or of another session")
+        blocks = [
+            Block(name, tuple(tokens), size, None, WrittenFile(sha256, length))
+            for name, tokens, size, sha256, length in content["blocks"]
+        ]
+        return content["key"], SessionOnDisk(blocks, content["lineage"])
+
     def _written(self, blocks: Sequence[Block]) -> Iterator[Block]:
         for block in blocks:
             path = self.path(block)
             path.parent.mkdir(exist_ok=True)
+            _refuse_link(path.parent)
             yield replace(block, rows=None, file=write(path, block))
 
     def _remove(self, blocks: Sequence[Block]) -> None:
@@ -189,26 +232,33 @@ class Disk:
             _unlink(self.path(block))
 
 
-def _session_in(path: Path) -> tuple[str, SessionOnDisk]:
-    """Read the file of a session; return the session's key and content. Raise ValueError where it
-    is not what was written."""
-    checksum, _, data = path.read_bytes().partition(b"\n")
-    if hashlib.sha256(data).hexdigest().encode() != checksum:
-        raise ValueError(f"{path} is not what was written")
-    content = json.loads(data)
-    if content["format"] != FORMAT:
-        raise ValueError(f"{path} has format {content['format']}")
-    blocks = [
-        Block(name, tuple(tokens), size, None, WrittenFile(sha256, length))
-        for name, tokens, size, sha256, length in content["blocks"]
-    ]
-    return content["key"], SessionOnDisk(blocks, content["lineage"])
+def _unusable(folder: Path, error: OSError) -> HistoryError:
+    return HistoryError(f"the store cannot use {error.filename or folder} ({error.strerror}): name another folder")
+
+
+def _own(folder: Path, name: str, is_kind: Callable[[int], bool]) -> Iterator[Path]:
+    """Yield the entries of `folder` that the store may have made: of a full `name`, a regular
+    expression, and of the kind of a file or a folder. All else, a link too, is named in a warning
+    and stays."""
+    remove_abandoned(folder)
+    for path in list(folder.iterdir()):
+        if re.fullmatch(name, path.name) and is_kind(path.lstat().st_mode):
+            yield path
+        else:
+            warn(f"{path} is nothing that this store has made: it is passed over")
+
+
+def _refuse_link(folder: Path) -> None:
+    """Raise `OSError` where `folder` is a link, since nothing is written or removed behind one."""
+    if folder.is_symlink():
+        raise OSError(errno.ENOTDIR, "links are not followed", str(folder))
 
 
 def _unlink(path: Path) -> None:
     """Remove a file, or leave it if that fails: no session names it any more, so it goes when the
     folder is opened again."""
     with suppress(OSError):
+        _refuse_link(path.parent)
         path.unlink()
 
 

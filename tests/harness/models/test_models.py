@@ -197,6 +197,13 @@ def test_a_byte_anywhere_in_a_folder_is_another_revision(tmp_path: Path, monkeyp
     assert [file.read_text() for file in (tmp_path / "cache" / "hashes").iterdir()].count(
         sha256(FILES["model.safetensors"]).hexdigest()
     )
+    for note in (tmp_path / "cache" / "hashes").iterdir():
+        note.write_bytes(b"\xff" * 64)
+    assert fingerprint(folder) == before
+    for note in list((tmp_path / "cache" / "hashes").iterdir()):
+        note.unlink()
+        os.mkfifo(note)
+    assert fingerprint(folder) == before
 
 
 def test_weights_that_changed_are_loaded_anew(saved: Callable[[str], Path]) -> None:

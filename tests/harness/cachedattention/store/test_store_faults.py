@@ -18,6 +18,7 @@ import pytest
 from harness.cachedattention.store import block as blocks
 from harness.cachedattention.store.disk import HistoryError, HistoryWarning
 from harness.cachedattention.store.history_store import HistoryStore
+from kernels.temporary import ENDING
 from tests.forks import Forked
 from tests.histories import TOKEN_BYTES, opened, right, rows
 from tests.killed_history import kill_again_and_again
@@ -125,6 +126,64 @@ def test_a_session_lives_as_long_as_it_is_used_also_over_a_restart(
         assert (store.tier("a"), store.tier("b")) == ("disk", None)
         now[0] = 26.5
         assert store.get("a", TOKENS).tokens == 0
+
+
+def test_what_the_store_has_not_made_is_named_and_stays(tmp_path: Path) -> None:
+    documents, store = tmp_path / "documents", tmp_path / "store"
+    with filled(store) as opened_store:
+        block, *_ = files_of(opened_store, "s0")
+    documents.mkdir()
+    for name in ("thesis.tex", f"{0:032x}.safetensors"):
+        (documents / name).write_text("precious")
+    odd = [store / "sessions" / name for name in ("x.json", f"{0:032x}.json", f"{1:032x}.json", "notes.txt")]
+    odd += [store / "blocks" / "zz", block.parent / "thesis.tex", block.with_name(f"{1:032x}.safetensors")]
+    odd[0].mkdir()
+    odd[1].symlink_to("/nowhere")
+    os.mkfifo(odd[2])
+    odd[3].touch()
+    odd[4].symlink_to(documents, target_is_directory=True)
+    odd[5].touch()
+    odd[6].symlink_to(documents / "thesis.tex")
+    for number in range(256):
+        link = store / "blocks" / f"{number:02x}"
+        if not link.exists():
+            link.symlink_to(documents, target_is_directory=True)
+            odd.append(link)
+    os.mkfifo(store / "sessions" / f"a{ENDING}")
+    before = {path: path.read_text() for path in documents.iterdir()}
+    with all_warnings() as noticed, opened(store, host=0) as again:
+        assert found(again) == NAMES
+        assert {str(notice.message).partition(" is nothing")[0] for notice in noticed} == set(map(str, odd))
+        for number in range(8):  # some of whose blocks belong behind a link
+            again.put(str(number), TOKENS, rows(str(number), TOKENS))
+        assert again.statistics.lost > 0
+    assert all(os.path.lexists(path) for path in odd)
+    assert {path: path.read_text() for path in documents.iterdir()} == before
+    (store / "sessions").rename(tmp_path / "elsewhere")
+    (store / "sessions").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    with pytest.raises(HistoryError, match=r"sessions \(links are not followed"):
+        opened(store)
+
+
+@pytest.mark.parametrize("shut", ["sessions", "blocks"])
+def test_what_cannot_be_read_now_is_found_later(shut: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with filled(tmp_path) as store:
+        assert store.contents.disk
+        own = [store.contents.disk._session_path(store._key("s2")), files_of(store, "s2")[0].parent][shut == "blocks"]
+    name = "read_bytes" if shut == "sessions" else "iterdir"
+    real = getattr(Path, name)
+
+    def read(path: Path) -> Any:
+        if path == own:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, name, read)
+        with pytest.warns(HistoryWarning, match=f"{own} cannot be read"), opened(tmp_path, host=0) as store:
+            assert set(NAMES) > set(found(store)) > set()
+    with opened(tmp_path, host=0) as store:
+        assert found(store) == NAMES
 
 
 class Writes:
