@@ -17,13 +17,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig
 from yaml import MarkedYAMLError
 
 from harness.config.catalogue import CONF, ConfigError, config_dirs
-from harness.config.compose import Composed, explain, read, taken, with_own_parameters
+from harness.config.compose import SWEEP, compose_all, explain, read, search_path, with_own_parameters
 from harness.config.errors import sentence
 from harness.config.keys import WITHOUT_WORDS, help_text
 from harness.config.settings import Settings, settings_of
@@ -33,9 +31,9 @@ from harness.terminal.notices import complain, complain_once, lasting_output, sa
 from harness.terminal.progress import forget
 from harness.terminal.stopping import Stoppable
 from harness.trackers.wandb import Copies
-from kernels.temporary import TemporaryFolder
 
 COMPLETION = {"-sc", "--shell-completion"}  # words that are about Hydra itself, and no settings
+ANSWERED = ("--cfg", "-c", "--info", "-i", "--hydra-help")  # flags that Hydra answers, and nothing runs
 
 
 @dataclass
@@ -62,11 +60,16 @@ class Command:
     def run(self) -> None:
         """Run all jobs of the command line, here or through a launcher."""
         if COMPLETION & {*self.arguments}:
-            compose(self.arguments)
+            ask_hydra(self.arguments)
             return
-        words, launcher = read(self.arguments)
+        flags, words, launcher = read(self.arguments)
         folders = config_dirs(self.arguments)
-        jobs = with_own_settings(with_own_parameters(compose(words), folders))
+        words = [*search_path(folders), *words]
+        if any(flag.startswith(ANSWERED) for flag in flags):
+            ask_hydra([*flags, *words])
+            return
+        jobs = compose_all(words, sweep=not {*SWEEP}.isdisjoint(flags))
+        jobs = with_own_settings(with_own_parameters(jobs, folders))
         known = list[Settings]()
         for job in jobs:
             with suppress(ValueError):  # which the job says once it runs, and the others go on
@@ -111,19 +114,10 @@ class Command:
         return 1 if self.failed else 0
 
 
-def compose(words: Sequence[str]) -> list[Composed]:
-    """Return every job that the words of the command line name. For Hydra's own options (--cfg,
-    --info, -sc) Hydra prints its answer, and the list is empty."""
-    jobs = []
-
-    @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
-    def collect(config: DictConfig) -> None:
-        jobs.append(taken(config, HydraConfig.get()))
-
-    with TemporaryFolder("kv-hydra-") as folder:
-        sys.argv[1:] = words if COMPLETION & {*words} else [*words, f"hydra.sweep.dir='{folder}'"]
-        collect()
-    return jobs
+def ask_hydra(words: Sequence[str]) -> None:
+    """Let Hydra print its answer to options of its own (--cfg, --info, -sc)."""
+    sys.argv[1:] = words
+    hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(lambda config: None)()
 
 
 @lasting_output()

@@ -22,7 +22,7 @@ from harness.terminal.arguments import typed
 CONF = Path(__file__).resolve().parents[2] / "conf"
 GROUPS, EXPERIMENT = ("method", "task", "model"), "experiment"
 FACTS = ("paper", "model", "data", "grid", "cost", "published", "run", "small")  # lines of an experiment's card
-_PACKAGE = "# @package _global_"
+_PACKAGE, _GRID = "# @package _global_", "hydra.sweeper.params."
 # The lines of a method's card, in this order: what a reader must know before comparing it with another. They stand in
 # the comment at the head of its yaml, where `{name}` is the value of a parameter.
 CARD = (
@@ -349,9 +349,15 @@ class Experiment:
     def grid(self) -> dict[str, str]:
         """The values of each key that the experiment sweeps over (hydra.sweeper.params), with those
         of the experiments that it builds on."""
-        own = ((self._content.get("hydra") or {}).get("sweeper") or {}).get("params") or {}
-        inherited = {key: values for base in self.bases for key, values in base.grid.items()}
-        return inherited | {str(key): str(values) for key, values in own.items()}
+        grid = {key: values for base in self.bases for key, values in base.grid.items()}
+        for key, values in flatten({"hydra": self._content.get("hydra", {})}).items():
+            if not key.startswith(_GRID) or values in (None, ""):
+                raise ConfigError(
+                    f"{self.file}: `hydra` may hold sweeper.params alone, with values for each key as in budget: "
+                    f"'0.1,0.2', so leave {key} out; a launcher and its settings stand on the command line."
+                )
+            grid[key.removeprefix(_GRID)] = str(values)
+        return grid
 
     @property
     def headline(self) -> str:

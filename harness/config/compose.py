@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from harness.config import plugins
@@ -38,12 +41,11 @@ from harness.config.plugins import suggestion
 from harness.config.settings import KEYS, Settings, SettingsError, settings_of, unknown_setting
 from harness.terminal.arguments import typed
 
-LAUNCHER = "hydra/launcher"
+LAUNCHER, SWEEPER = "hydra/launcher", "hydra/sweeper"
 SWEEP = ("-m", "--multirun")
-VALUED = (  # Hydra's flags that take the next word
-    "--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd",
-)  # fmt: skip
-FLAGS = (*SWEEP, *VALUED, "--info", "-i", "--resolve", "--run", "-r", "--hydra-help", "--experimental-rerun")
+VALUED = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd")  # Hydra's flags that take the next word
+FLAGS = (*SWEEP, *VALUED, "--info", "-i", "--resolve", "--run", "-r", "--hydra-help")
+OF_A_LAUNCHER = f"{LAUNCHER}=NAME and hydra.launcher.KEY=VALUE"
 HOW = "write key=value, a list as key=[1,2], text with spaces or commas as key='\"a, b\"'"
 SET_BY_TUNE = {  # setting -> why a search has no choice of it
     "seed": "it chooses on examples that no table is about",
@@ -84,6 +86,34 @@ def compose_one(words: Sequence[str], config_dirs: Sequence[Path] = ()) -> Compo
     return with_own_parameters([taken(config, config.hydra)], config_dirs)[0]
 
 
+def compose_all(words: Sequence[str], sweep: bool = False) -> list[Composed]:
+    """Return the jobs that words in Hydra's form describe: one, or with `sweep` one for each combination of values,
+    those of `hydra.sweeper.params` included. Raise `SettingsError` where there is none, or where a file sets what the
+    command line alone may."""
+    with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        config = loader.load_configuration("config", [*words], RunMode.MULTIRUN if sweep else RunMode.RUN)
+        _require_usual(config.hydra.runtime.choices)
+        if not sweep:
+            return [taken(config, config.hydra)]
+        grid = [f"{key}={values}" for key, values in (config.hydra.sweeper.params or {}).items()]
+        overrides = OverridesParser.create(loader).parse_overrides([*grid, *config.hydra.overrides.task])
+        [points] = BasicSweeper.split_arguments(overrides, None)
+        if not points:
+            empty = [one.input_line for one in overrides if one.is_sweep_override() and not [*one.sweep_iterator()]]
+            raise SettingsError(f"{empty[0]} holds no value, so there is no job: name some, as in seed=1,2.")
+        jobs = [loader.load_sweep_config(config, point) for point in points]
+        return [taken(job, job.hydra) for job in jobs]
+
+
+def _require_usual(choices: Mapping[str, str]) -> None:
+    """Raise `SettingsError` if a yaml file chooses a launcher or a sweeper of Hydra's, which would run nothing.
+    `choices`: the yaml file that is chosen in each group."""
+    for group, remedy in ((LAUNCHER, "name it on the command line"), (SWEEPER, "write values as key=A,B")):
+        if choices[group] != "basic":
+            raise SettingsError(f"{group}={choices[group]} has no effect in a yaml file: leave it out, and {remedy}.")
+
+
 def taken(config: Any, about: Any) -> Composed:
     """Return a job as plain values, which any process can run. `config`: the configuration that
     Hydra composed; `about`: Hydra's own part of it (`config.hydra`)."""
@@ -106,13 +136,17 @@ def search_path(config_dirs: Sequence[Path]) -> list[str]:
     for folder in config_dirs:
         if not folder.is_dir():
             raise SettingsError(f"--config-dir={folder} is not a folder: name the one that holds method/NAME.yaml.")
+        if (folder / "config.yaml").is_file():
+            raise SettingsError(
+                f"{folder}/config.yaml has no effect: make it experiment/NAME.yaml there, and add +experiment=NAME."
+            )
     folders = ",".join(f"file://{folder.resolve()}" for folder in config_dirs)
     return [f"hydra.searchpath=[{folders}]"] if folders else []
 
 
-def read(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the arguments of `python -m harness` into those that Hydra takes (flags first, then
-    overrides) and the overrides that choose and configure a launcher."""
+def read(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Split the arguments of `python -m harness` into flags with their values, the overrides in the form that Hydra
+    takes, and those that choose and configure a launcher. Raise `SettingsError` for a wrong word."""
     flags = [place for place, word in enumerate(arguments) if word.startswith("-")]
     for place in flags:
         flag, equals, value = arguments[place].partition("=")
@@ -121,10 +155,16 @@ def read(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
             raise SettingsError(f"{flag} is no flag: write settings without dashes, as in {flag.lstrip('-')}={value}.")
     values = [place + 1 for place in flags if arguments[place] in VALUED and place + 1 < len(arguments)]
     words = [word for place, word in enumerate(arguments) if place not in {*flags, *values}]
-    launcher = [word for word in words if word.startswith((f"{LAUNCHER}=", "hydra.launcher."))]
-    ready = for_hydra(words, config_dirs(arguments), sweep=any(flag in arguments for flag in SWEEP), runs=True)
+    of_hydra = [word for word in words if re.match(r"[+~]*hydra[./@]", word)]
+    launcher = [word for word in of_hydra if word.lstrip("+").startswith((f"{LAUNCHER}=", "hydra.launcher."))]
+    for word in of_hydra:
+        if word not in launcher:
+            raise SettingsError(f"{word} has no effect: of Hydra's own settings {OF_A_LAUNCHER} have one.")
+    own = [word for word in words if word not in of_hydra]
+    ready = for_hydra(own, config_dirs(arguments), sweep=any(flag in arguments for flag in SWEEP), runs=True)
     return (
-        [arguments[place] for place in sorted({*flags, *values})] + [word for word in ready if word not in launcher],
+        [arguments[place] for place in sorted({*flags, *values})],
+        ready,
         [] if f"{LAUNCHER}=basic" in launcher else launcher,
     )
 
@@ -197,6 +237,10 @@ def explain(error: HydraException) -> str:
         return f"There is no {group} {name!r}{suggestion(name, known)} {own}"
     if isinstance(error, OverrideParseException):
         return _unread(error.override)
+    if chosen := re.match(r"In '(.+)': Could not override '(hydra/\w+)@", text):
+        return (
+            f"{chosen[2]} has no effect in the yaml file of {chosen[1]}: leave it out, or name it on the command line."
+        )
     if unknown := re.match(r"Could not override '([^']+)'", text):
         return unknown_setting(unknown[1])
     if several := re.match(r"Ambiguous value for argument '(.+)'", text):

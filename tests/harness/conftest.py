@@ -15,8 +15,6 @@ Outside = Callable[[str, str, str], tuple[Path, str]]
 @pytest.fixture
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Cli:
     """Runs the command in this process, with a tiny model unless it names another; exit code, stdout, stderr."""
-    from hydra.types import RunMode
-
     from harness.__main__ import main  # here: a bare GPU machine, which collects the tests of this folder, has no hydra
     from tests.fast import MODEL_ARGS, TASK_ARGS
 
@@ -26,10 +24,7 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
         task = [] if "task" in named else [a for a in TASK_ARGS if a.partition("=")[0] not in named]
         root = [] if "results.root" in named else [f"results.root={tmp_path / 'runs'}"]
         monkeypatch.setattr(sys, "argv", ["harness", *model, *task, *root, *arguments])
-        with pytest.MonkeyPatch.context() as patch:  # Hydra composes once more to learn whether it is a sweep
-            mode = RunMode.MULTIRUN if {"-m", "--multirun"} & {*arguments} else RunMode.RUN
-            patch.setattr("hydra._internal.hydra.Hydra.get_mode", lambda *_, **__: mode)
-            code = main()
+        code = main()
         out, err = capfd.readouterr()
         return code, out, err
 

@@ -44,6 +44,8 @@ RUNS = {  # kind -> words of `python -m harness`, and what the sentence has to n
     "broken syntax": (["budget=[1"], "budget=[1"),
     "empty value": (["results.root="], "results.root"),
     "several values without -m": (["budget=0.1,0.2"], "-m"),
+    "no value in a range": (["-m", "seed=range(5,5)"], "seed=range(5,5)"),
+    "a setting of Hydra's": (["-m", "+hydra.sweeper.params.seed='1,2'"], "hydra.sweeper.params.seed"),
     "unknown launcher": (["-m", "hydra/launcher=jobli", "budget=0.1,0.2"], "joblib"),
 }
 COMMANDS = {  # kind -> module, its words, and what the sentence has to name

@@ -131,18 +131,36 @@ def test_another_choice_leaves_the_parameters_of_the_first_behind(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("content", "named"),
+    ("content", "named", "flags"),
     [
-        ("budgett: 0.5", "budget"),
-        ("method: {mm: 2}", "method.mm"),
-        ("defaults: [{override /method: oracel}]", "oracle"),
-        ("defaults: [pqcache_fig9]", "pqcache_fig9"),
-        ("hydra: {sweeper: {params: {method: 'h2o,pqcache'}}}", "-m"),
+        ("budgett: 0.5", "budget", ()),
+        ("method: {mm: 2}", "method.mm", ()),
+        ("defaults: [{override /method: oracel}]", "oracle", ()),
+        ("defaults: [pqcache_fig9]", "pqcache_fig9", ()),
+        ("hydra: {sweeper: {params: {method: 'h2o,pqcache'}}}", "-m", ()),
+        ("defaults: [{override /hydra/launcher: joblib}]", "name it on the command line", ("-m", "budget=0.2,0.3")),
+        ("hydra: {launcher: {n_jobs: 3}}", "hydra.launcher.n_jobs", ("-m", "hydra/launcher=joblib")),
+        ("hydra: {mode: MULTIRUN}", "hydra.mode", ()),
+        ("hydra: {sweeper: {params: {method: }}}", "hydra.sweeper.params.method", ("-m",)),
+        ("hydra: {sweeper: {params: [method]}}", "hydra.sweeper.params", ("-m",)),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named(cli: Cli, tmp_path: Path, content: str, named: str) -> None:
-    code, _, err = cli("--config-dir", str(write(tmp_path, content)), "+experiment=mine")
-    assert (code, named in err) == (1, True), err
+def test_what_is_wrong_in_a_file_is_named(
+    cli: Cli, tmp_path: Path, content: str, named: str, flags: tuple[str, ...]
+) -> None:
+    code, out, err = cli("--config-dir", str(write(tmp_path, content)), "+experiment=mine", *flags)
+    assert (code, out, named in err) == (1, "", True), err
+
+
+def test_what_a_folder_of_ones_own_may_not_decide_is_named(cli: Cli, tmp_path: Path) -> None:
+    folder = write(tmp_path, "seed: 1")
+    (folder / "method").mkdir()
+    (folder / "method" / "parallel.yaml").write_text("defaults: [streaming, {override /hydra/launcher: joblib}]")
+    code, _, err = cli("-m", "--config-dir", str(folder), "method=parallel", "budget=0.2,0.3")
+    assert (code, "leave it out" in err) == (1, True), err
+    (folder / "config.yaml").write_text("budget: 0.3")
+    code, _, err = cli("--config-dir", str(folder), "method=streaming")
+    assert (code, "+experiment=NAME" in err) == (1, True), err
 
 
 def test_a_shared_part_gives_values_and_card_and_is_no_experiment() -> None:

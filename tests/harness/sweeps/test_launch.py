@@ -93,6 +93,7 @@ def test_each_worker_takes_a_gpu_that_is_free(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_words_of_a_launcher_stay_apart() -> None:
-    words, launcher = read(["-m", "method=full", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"])
-    assert (words, launcher) == (["-m", "method=full"], ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"])
-    assert read(["-m", "hydra/launcher=basic", "method=full"])[1] == []
+    flags, words, launcher = read(["-m", "method=full", "hydra/launcher=joblib", "++hydra.launcher.n_jobs=2"])
+    assert (flags, words) == (["-m"], ["method=full"])
+    assert launcher == ["hydra/launcher=joblib", "++hydra.launcher.n_jobs=2"]
+    assert read(["-m", "hydra/launcher=basic", "method=full"])[2] == []
