@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
+from lm_eval.api.model import CacheHook, TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from sqlitedict import SqliteDict
 from tqdm import tqdm
 
 from harness.bridges.lm_eval.texts import FreeAnswer, ScoredQuestion, ScoredWindow, log_likelihood, side_by_side
+from harness.config import plugins
 from harness.config.catalogue import plain
 from harness.config.compose import built, composed
 from harness.config.settings import Settings, SettingsError
@@ -29,10 +32,12 @@ from harness.jobs.job import attach
 from harness.jobs.machine import check_machine
 from harness.jobs.model_check import check_against_generate
 from harness.jobs.resolve import resolve
-from harness.models.base import LoadedModel, is_listed, load
+from harness.models.base import LoadedModel, ModelSource, is_listed, load
 from harness.prompts.prompt import calibration_text, check_keywords, in_template
 from harness.prompts.stops import StopRule
-from harness.prompts.thinking import ENABLE, Thinking, ThinkingTokenizer, Thought, ThoughtfulAnswer, marks_ending_in
+from harness.prompts.thinking import Thinking, ThinkingTokenizer, Thought, ThoughtfulAnswer, marks_ending_in
+from harness.results import identity
+from harness.results.files import digest
 from harness.terminal.notices import alike, say_once, warn
 from kernels import ops
 from methods.full import Full
@@ -76,13 +81,14 @@ INSTEAD = {
     "pretrained": "set model=hf and model.name",
 }
 ITS_DEVICE = "cuda:0"  # the default of lm-eval's command, also on machines without a GPU
+FROM_FILE = "{} answers are from the file of --use_cache, and kv_fell_back and kv_cut_left do not count them"
 DRAWN = ("do_sample", "temperature", "top_k", "top_p")  # keywords of a request that say how tokens are picked
 
 
-def ready(words: Mapping[str, Any], config_dir: str | None = None) -> tuple[LoadedModel, Engine, Settings]:
-    """Return the model, the engine of its attached method, and the settings, configured by `words` as
-    `python -m harness KEY=VALUE ...` is. `config_dir`: a folder with method/NAME.yaml and model/NAME.yaml of a user's
-    own, as for `--config-dir`. Raises `SettingsError` for a key that has no effect here."""
+def ready(words: Mapping[str, Any], config_dir: str | None = None) -> tuple[LoadedModel, Engine, Settings, ModelSource]:
+    """Return the model, the engine of its attached method, the settings, and where the model is from, configured by
+    `words` as `python -m harness KEY=VALUE ...` is. `config_dir`: a folder with method/NAME.yaml and model/NAME.yaml of
+    a user's own, as for `--config-dir`. Raises `SettingsError` for a key that has no effect here."""
     for key in words:
         if key.endswith(("}", "]")):
             raise SettingsError(
@@ -110,7 +116,7 @@ def ready(words: Mapping[str, Any], config_dir: str | None = None) -> tuple[Load
         check_against_generate(loaded, calibration_text(loaded.tokenizer))
     attachment = attach(loaded, resolved.method, resolved.budget, settings)
     graphs = CudaGraphs(loaded.model.device) if settings.graphs == "on" else None
-    return loaded, Engine(attachment, prefill_chunk=settings.prefill_chunk, graphs=graphs), settings
+    return loaded, Engine(attachment, prefill_chunk=settings.prefill_chunk, graphs=graphs), settings, source
 
 
 class KVHarnessLM(TemplateLM):
@@ -145,16 +151,19 @@ class KVHarnessLM(TemplateLM):
         if max_batch_size is not None:
             raise SettingsError("max_batch_size goes with batch_size=auto, which is refused: leave it out.")
         chosen = {} if device in (None, ITS_DEVICE) else {"device": device}
-        self.loaded, self.engine, settings = ready(words | chosen, config_dir)
-        self.template_kwargs = settings.template_kwargs or {}
+        self.loaded, self.engine, self.settings, self.source = ready(words | chosen, config_dir)
+        self.template_kwargs = self.settings.template_kwargs or {}
         self.tokenizer: Any = self.loaded.tokenizer
         if add_bos_token is not None:  # lm-eval's `hf` loads the tokenizer with it
             self.tokenizer.add_bos_token = add_bos_token
         self.requests, self.fell_back = 0, Counter[str]()  # requests, and for how many the method fell back, by reason
+        self.from_file = 0  # answers that lm-eval has taken from the file of its `--use_cache`
         self.cut_left = 0  # requests whose prompts were too long and lost their beginning, as in lm-eval's `hf`
         self.max_length = self.loaded.window if max_length is None else _whole("max_length", max_length)
         self.max_gen_toks = _whole("max_gen_toks", max_gen_toks)
         self.add_bos_token, self.seed = add_bos_token, seed
+        self._asked = Counter[str]()  # how often each text was asked for drawn tokens, since the last list of requests
+        self.think_end_token = think_end_token
         self._set_thinking(enable_thinking, think_end_token)
         if not isinstance(rolling_context, (int, float)) or not (0 if self._full else 1e-9) <= rolling_context < 1:
             raise SettingsError(
@@ -187,8 +196,47 @@ class KVHarnessLM(TemplateLM):
         elif enable is None and known is not None and known.marks.go_on:  # ends a message alone, also a thought
             self._eos_ids -= {self.tokenizer.convert_tokens_to_ids(known.marks.go_on)}
 
+    def set_cache_hook(self, cache_hook: CacheHook) -> None:
+        """Have lm-eval find the answers in its file of `--use_cache`, which it keys by the text of a
+        request alone, under a hash of all else that decides them, and count those found. Raises
+        `SettingsError` if the file is none whose keys can be changed."""
+        super().set_cache_hook(cache_hook)
+        if (kept := cache_hook.dbdict) is None:
+            return
+        if not isinstance(kept, SqliteDict):
+            raise SettingsError(
+                f"--use_cache of lm-eval {version('lm_eval')} does not tell methods apart: leave it out, or install "
+                "lm-eval 0.4.13."
+            )
+        asker, decode = self._asker(), kept.decode
+
+        def found(value: Any) -> Any:
+            say_once("the file of --use_cache has answers; kv_from_file in the results counts them")
+            self.from_file += 1
+            return decode(value)
+
+        kept.encode_key, kept.decode = lambda key: f"{asker}/{key}", found
+
+    def _asker(self) -> str:
+        """Return a hash of all that decides an answer besides its request."""
+        attachment, source = self.engine.attachment, self.source
+        named = {"method": attachment.method, "model": source}
+        config = asdict(self.settings) | {kind: plugins.describe(plugin) for kind, plugin in named.items()}
+        own = [key for key in OWN if key not in ("batch_size", "config_dir")]
+        return digest(
+            identity.asked(config, named)
+            | {key: getattr(self, key) for key in own}
+            | {
+                "core": identity.CORE_VERSION,
+                "code": identity.code_of(attachment.method, source, self),
+                "model_revision": self.loaded.revision,
+                "measured": dict(attachment.method.measured(attachment.prepared)),
+            }
+        )
+
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         answers, cut_before = [""] * len(requests), self.cut_thoughts
+        self._asked.clear()
         texts = (self._answer(number, *request.args) for number, request in enumerate(requests))
         for text, slot in self._run(texts, "answers", len(requests), disable_tqdm):
             context, keywords = requests[text.number].args
@@ -246,14 +294,11 @@ class KVHarnessLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Return the name under which lm-eval keeps the prompts that it made; prompts made with other
-        keywords of the chat template get another one."""
-        thinking = {} if self.enable_thinking is None else {ENABLE: self.enable_thinking}
-        given = {**self.template_kwargs, **thinking}
+        """Return the name under which lm-eval keeps the prompts that it made (`--cache_requests`); prompts
+        made with another chat template, or with other keywords of it, get another one."""
         self._in_template = True  # lm-eval asks only under --apply_chat_template, also where it keeps the prompts
-        keywords = json.dumps(given, sort_keys=True) if given else ""
-        digest = f"-{hashlib.sha256(keywords.encode()).hexdigest()[:8]}" if keywords else ""
-        return self.loaded.name.replace("/", "__") + digest
+        made_by = [self.loaded.revision, self.tokenizer.chat_template, self.template_kwargs, self.enable_thinking]
+        return f"{self.loaded.name.replace('/', '__')}-{digest({'made_by': made_by})[:8]}"
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         self._in_template = True
@@ -276,9 +321,11 @@ class KVHarnessLM(TemplateLM):
             "kv_method": repr(attachment.method),
             "kv_budget": None if attachment.budget is None else str(attachment.budget),
             "kv_requests": self.requests,
+            "kv_from_file": self.from_file,
             "kv_cut_left": self.cut_left,
             "kv_fell_back": dict(alike(list(self.fell_back.elements()))),
             **({"kv_cut_thoughts": self.cut_thoughts} if self.marks else {}),
+            **({"kv_caution": FROM_FILE.format(self.from_file)} if self.from_file else {}),
         }
 
     def _run(self, texts: Iterator[Any], what: str, count: int, quiet: bool) -> Iterator[tuple[Any, Any]]:
@@ -315,7 +362,7 @@ class KVHarnessLM(TemplateLM):
         if unknown := sorted(wanted.keys() - {*DRAWN, "max_gen_toks", "until"}):
             raise SettingsError(f"{', '.join(unknown)} of a request are unknown here: leave them out of gen_kwargs.")
         ids = self._left_cut(self.tok_encode(context), self.max_length - new)
-        stops, sampler = [stop for stop in self._until(keywords) if stop], self._sampler(wanted, number, context)
+        stops, sampler = [stop for stop in self._until(keywords) if stop], self._sampler(wanted, context)
         rule: Any = StopRule(self.tokenizer, self._eos_ids, stops, 0)
         if self.marks is not None:
             opened = bool(self.marks.opening) and context.rstrip().endswith(self.marks.opening)
@@ -323,11 +370,12 @@ class KVHarnessLM(TemplateLM):
             sampler = rule
         return FreeAnswer(self.engine, number, ids, {"max_new_tokens": new, "stops": [rule], "sampler": sampler})
 
-    def _sampler(self, wanted: dict[str, Any], number: int, context: str) -> Sampler:
+    def _sampler(self, wanted: dict[str, Any], context: str) -> Sampler:
         if not wanted["do_sample"]:
             return Greedy()
-        digest = hashlib.sha256(f"{self.seed}/{number}/{context}".encode()).digest()
-        generator = torch.Generator(self.loaded.model.device).manual_seed(int.from_bytes(digest[:4]))
+        self._asked[context] += 1  # not the number of the request, which is another one when `--use_cache` goes on
+        drawn = hashlib.sha256(f"{self.seed}/{self._asked[context]}/{context}".encode()).digest()
+        generator = torch.Generator(self.loaded.model.device).manual_seed(int.from_bytes(drawn[:4]))
         return Sampled(wanted["temperature"] or 1.0, wanted.get("top_k") or 0, wanted.get("top_p") or 1.0, generator)
 
     def _until(self, keywords: dict[str, Any]) -> list[str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from tests.tiny import BORDER, by_length, prompt, tiny
 
 pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'kv-harness[lm-eval]'")
 from lm_eval.api.instance import Instance
+from lm_eval.api.model import CachingLM
 from lm_eval.api.registry import get_model, model_registry
 
 from harness.bridges.lm_eval.model import KVHarnessLM
@@ -268,6 +271,53 @@ def test_the_same_command_goes_on_after_an_error_with_what_its_use_cache_file_ho
         evaluated(use_cache=str(tmp_path / "kept"))
     assert evaluated(use_cache=str(tmp_path / "kept")) == whole
     assert len(contexts) == 3 + 5 - 2
+
+
+def test_a_file_of_use_cache_gives_each_method_its_own_answers(tmp_path: Path) -> None:
+    """lm-eval's keys are the texts of requests alone. Who asks anew gets what is there, counted in the results."""
+    drawn = {"temperature": 2.0, "max_gen_toks": 6, "until": []}
+    texts = [TEXT * 2, TEXT * 3]
+    lists = {
+        "generate_until": asked("generate_until", *((text, {"until": [], "max_gen_toks": 6}) for text in texts)),
+        "loglikelihood": CHOICES[:3],
+        "loglikelihood_rolling": asked("loglikelihood_rolling", (TEXT,)),
+    }
+    askers: list[dict[str, Any]] = [
+        {"method": "full"},
+        {"method": "streaming", "budget": 0.3},
+        {"method": "streaming", "budget": 0.6},
+        {"method": "streaming", "budget": 0.6, "method.sinks": 2},
+        {"method": "streaming", "budget": 0.6, "rolling_context": 0.3},
+        {"method": "full", "max_length": 100},
+        {"method": "full", "model.seed": 1},
+    ]
+    for words in askers:
+        own, lm, again = (KVHarnessLM(**SHARED | words) for _ in range(3))
+        for answered in (lm, again):
+            kept = CachingLM(answered, str(tmp_path / "kept.db"))
+            for kind, requests in lists.items():
+                assert getattr(kept, kind)(requests) == getattr(own, kind)(requests)
+        assert (lm.requests, lm.from_file, again.requests, again.from_file) == (6, 0, 0, 6)
+        assert "kv_caution" not in lm.get_model_info()
+        assert again.get_model_info()["kv_caution"].startswith("6 answers are from")
+    lm, kept.lm.loaded = again, replace(again.loaded, revision="of weights that were changed")
+    CachingLM(lm, str(tmp_path / "kept.db")).loglikelihood(CHOICES[:3])
+    assert lm.requests == 3
+    whole = own.generate_until(asked("generate_until", *((text, drawn) for text in texts)))
+    assert own.generate_until(asked("generate_until", (texts[1], drawn))) == [whole[1]]
+    with pytest.raises(SettingsError, match=r"--use_cache of lm-eval .* does not tell methods apart"):
+        lm.set_cache_hook(SimpleNamespace(dbdict={}))
+
+
+def test_prompts_that_lm_eval_keeps_are_those_of_the_template() -> None:
+    lm = KVHarnessLM(**SHARED, method="full")
+    names = {lm.tokenizer_name}
+    for key, value in {"template_kwargs": {"a": 1}, "enable_thinking": False}.items():
+        setattr(lm, key, value)
+        names.add(lm.tokenizer_name)
+    lm.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert len(names | {lm.tokenizer_name}) == 4
+    lm.tokenizer.chat_template = None
 
 
 @pytest.mark.slow  # it lists all its tasks, which takes many seconds
