@@ -30,7 +30,7 @@ from harness.reports.papers import PUBLISHED
 from harness.results import files
 from harness.results.records import StoreError
 from harness.results.run_folder import find, load_all
-from harness.terminal.arguments import typed
+from harness.terminal.arguments import config_dir, typed
 from harness.terminal.notices import say, show, visible, warn
 
 ALONE = ("details", "csv", "md", "tex", "html", "against", "plots")  # options that show runs
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if not options.folders:
         parser.error("name a DIR: the folder of a run, or any above it")
-    runs, unreadable = load_all(find(options.folders))
+    runs, unreadable = load_all(find(options.folders), options.config_dir)
     if not runs:
         raise StoreError("; ".join(unreadable))
     tables = comparisons([run for run in runs if not run.is_empty])
@@ -81,10 +81,10 @@ def _more(folders: Sequence[Path]) -> str:
     return f"More: {command} --details, or --html PAGE for one page."
 
 
-def print_report(folders: Sequence[Path]) -> None:
+def print_report(folders: Sequence[Path], config_dirs: Sequence[Path] = ()) -> None:
     """Load these run folders and print their first table. `python -m harness` calls this at its
     end."""
-    runs, unreadable = load_all(folders)
+    runs, unreadable = load_all(folders, config_dirs)
     root = Path(os.path.commonpath([folder.parent for folder in folders]))
     show("\n" + overview_text(comparisons(runs), _more([root]), colour=shows_colour(sys.stdout)))
     for message in unreadable:
@@ -129,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
         "--against", metavar="METHOD", help="hold all rows against this one too, paired: snapkv, 'snapkv 20%%'"
     )
     parser.add_argument("--plots", action="store_true", help="pictures, PNG and PDF, into DIR/plots")
+    parser.add_argument("--config-dir", "-cd", type=config_dir, action="append", default=[], help="code to trust")
     return parser
 
 

@@ -12,11 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from evals.base import Task
-from harness.config import plugins
 from harness.config.errors import as_command
+from harness.config.plugins import PluginError, build_recorded
 from harness.config.settings import Data, settings_known_today
 from harness.jobs.examples import prepare
-from harness.results.compared import mean_score
+from harness.models.base import ModelSource
+from harness.results.compared import averages, mean_score
 from harness.results.files import write_lines
 from harness.results.identity import of_all
 from harness.results.lock import FolderLock
@@ -24,7 +25,7 @@ from harness.results.provenance import now
 from harness.results.records import StoreError, scored
 from harness.results.run_folder import RESCORED, StoredRun, find, load, write_info
 from harness.results.summary import Neighbours, reference, summary_of, write_summary
-from harness.terminal.arguments import typed
+from harness.terminal.arguments import config_dir, typed
 from harness.terminal.notices import say, warn
 
 
@@ -33,28 +34,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.rescore", description=__doc__)
     parser.add_argument("folders", nargs="+", type=typed, metavar="DIR", help="folder of a run, or any above it")
     parser.add_argument("--data-root", type=typed, metavar="FOLDER", help="where the data sets are now")
+    parser.add_argument("--config-dir", "-cd", type=config_dir, action="append", default=[], help="code to trust")
     options = parser.parse_args(arguments)
     runs, done = [load(folder, first_scores=True) for folder in find(options.folders)], list[StoredRun]()
     for run in runs:
-        if run.status == "complete":
-            say(rescore(run, options.data_root))
-            done.append(load(run.folder))
-        else:
+        if run.status != "complete":
             warn(f"left out: {run.folder} is not complete; finish it with the command that started it")
+            continue
+        try:
+            say(rescore(run, options.data_root, options.config_dir))
+            done.append(load(run.folder))
+        except PluginError as error:
+            warn(f"left out: {run.folder}: {error}")
     neighbours = Neighbours(done)
     for run in done:  # once all folders have their new scores, Full's among them
         write_summary(run, summary_of(run, reference(run, neighbours.fulls(run))))
     return 2 if len(done) < len(runs) else 0
 
 
-def rescore(run: StoredRun, data_root: Path | None = None) -> str:
+def rescore(run: StoredRun, data_root: Path | None = None, config_dirs: Sequence[Path] = ()) -> str:
     """Score the outputs of a finished run with today's scorer and write rescored.jsonl. Return a
-    sentence on what changed. `data_root` replaces the folder of data sets that the run used."""
+    sentence on what changed. `data_root` replaces the folder of data sets that the run used;
+    `config_dirs`: whose plug-ins and lm-eval tasks may be used beside those that come with the harness."""
     settings = settings_known_today(run.config)
     if data_root is not None:
         settings = replace(settings, data=Data(str(data_root)))
-    task: Task = plugins.build(run.config["task"], "task")
-    items = {item.example.id: item for item in prepare(task, plugins.build(run.config["model"], "model"), settings)}
+    task: Task = build_recorded(run.config.get("task"), "task", config_dirs)
+    included: str | None = getattr(task, "include_path", None)  # of lm-eval: its yaml files may name functions
+    if included and not any(Path(included).resolve().is_relative_to(trusted.resolve()) for trusted in config_dirs):
+        raise PluginError(
+            f"task.include_path={included} may hold code, and code that records name is not run: if you trust that "
+            f"folder, add --config-dir={included}."
+        )
+    model: ModelSource = build_recorded(run.config.get("model"), "model", config_dirs)
+    items = {item.example.id: item for item in prepare(task, model, settings)}
     lines = []
     for record in run.records:
         item = items.get(record.id)
@@ -69,10 +82,10 @@ def rescore(run: StoredRun, data_root: Path | None = None) -> str:
     changed = sum(record.score != line["score"] for record, line in zip(run.records, lines, strict=True))
     present = [record.rescored(line) for record, line in zip(run.records, lines, strict=True)]
     first, mean = mean_score(run.records), mean_score(present)
-    answers_sha256 = of_all(item.answers_sha256 for item in items.values())
     section = {
         "first": {"task_version": run.info.get("task_info", {}).get("version"), "mean": first},
-        "present": {"task_version": task.version, "mean": mean, "answers": answers_sha256},
+        "present": {"task_version": task.version, "mean": mean, "averages": averages(task, present)}
+        | {"answers": of_all(item.answers_sha256 for item in items.values())},
         "changed": changed,
         "at": now(),
     }

@@ -101,7 +101,7 @@ class Command:
         if self.finished:
             from harness.commands.report import print_report
 
-            print_report(list(dict.fromkeys(self.finished)))
+            print_report(list(dict.fromkeys(self.finished)), config_dirs(self.arguments))
             self.copies.publish(list(dict.fromkeys(self.finished)))
         failed = [(job, reason) for job, reason in self.failed if job is not None]
         if len(self.labels) > 1 and failed:

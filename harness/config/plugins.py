@@ -15,9 +15,10 @@ from dataclasses import fields
 from difflib import get_close_matches
 from importlib import import_module
 from math import isfinite
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from harness.config.catalogue import plain
+from harness.config.catalogue import CONF, entries, plain
 
 TARGET = "_target_"
 MISSING = "???"  # yaml's word for a value that the command line has to bring
@@ -48,6 +49,18 @@ def build(config: Mapping[str, Any], kind: str) -> Any:
             raise PluginError(wrong_type(f"{kind}.{name}", value, known[name]))
     with naming(kind, known):
         return cls(**values)
+
+
+def build_recorded(config: Any, kind: str, config_dirs: Sequence[Path] = ()) -> Any:
+    """Return the plug-in that a results folder describes. Whoever wrote that folder chose the class, and importing a
+    module runs it, so the class must be one that a yaml file of conf/ or of `config_dirs` names."""
+    target = config.get(TARGET) if isinstance(config, Mapping) else config
+    if target not in [entry.target for entry in entries(kind, (CONF, *config_dirs))]:
+        raise PluginError(
+            f"{kind}.{TARGET}={target} is in no file of conf/{kind}, and what records alone name is not imported: if "
+            f"you trust it, add --config-dir=FOLDER, where FOLDER/{kind}/NAME.yaml names it."
+        )
+    return build(config, kind)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from harness.jobs.prefill import Prefilled, SharedPrefill, Usage
 from harness.jobs.questions import Failed, let_go
 from harness.jobs.runner import Runner
 from harness.models.base import LoadedModel, ModelSource
+from harness.results.compared import averages
 from harness.results.provenance import provenance
 from harness.results.records import FailedExample, Record
 from harness.results.run_folder import SETTINGS, Run, StoredRun
@@ -260,6 +261,7 @@ class _OpenRun(Run):
             self.fail(self.last_error)
             self.on_error(self.last_error)
             return
+        self.info["averages"] = averages(self.job.task, self.records())
         self.close("complete")
         refused = sum(isinstance(example, FailedExample) for example in self.job.prompts.left_out)
         if failed := len(self.tried) + refused:

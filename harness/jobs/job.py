@@ -26,6 +26,7 @@ from harness.jobs.resolve import codec_of, resolve, resolve_for_examples
 from harness.models.base import ARCHITECTURES, LoadedModel, ModelError, ModelSource, is_loaded, load
 from harness.prompts.prompt import calibration_text
 from harness.prompts.repeating import repeat_prompts
+from harness.results.compared import averages
 from harness.results.files import writing
 from harness.results.identity import identity
 from harness.results.records import FailedExample, Record, StoreError
@@ -217,6 +218,7 @@ class Job:
         """Write summary.json anew from the records in the folder, and return the run. `full`: the
         run of Full that the summary compares it with."""
         run = load_run(self.folder)
+        run.info["averages"] = averages(self.task, run.records)
         summary = summary_of(run, load_run(full.folder) if full else None)
         with writing(self.folder):
             write_summary(run, summary)

@@ -12,9 +12,8 @@ from typing import Any
 from harness.config.catalogue import Flat, entries, flatten, plain
 from harness.config.plugins import TARGET
 from harness.config.settings import WITHOUT_EFFECT, recorded_defaults
-from harness.results.compared import given
 from harness.results.identity import model_name
-from harness.results.run_folder import StoredRun
+from harness.results.run_folder import StoredRun, given
 from harness.terminal.tables import BYTES, with_unit
 
 NOT_NAMED = ("budget", "budget_bytes", "warmup", *WITHOUT_EFFECT)  # no part of a label

@@ -1,25 +1,15 @@
-"""Compares two runs: the examples that both have, and mean scores by group."""
+"""Compares two runs: the examples that both have, mean scores by group, and what else a task averages."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Any
 
+from evals.base import Task
 from harness.results.records import Record
-from harness.results.run_folder import StoredRun
 
 FULL = "full"  # the method that runs are held against
-GIVEN = ("model_revision", "prompts", "answers")  # parts of an identity; runs that differ in one are not compared
-
-
-def given(run: StoredRun) -> dict[str, Any]:
-    """Return what the run was given, by the names in `GIVEN`: hashes of its model, of its prompts
-    and of its right answers (of today's, if the run was scored again). None for a hash that an
-    older run does not have."""
-    identity, again = run.info.get("identity") or {}, (run.info.get("rescored") or {}).get("present") or {}
-    return {name: again.get(name, identity.get(name)) for name in GIVEN}
 
 
 def paired(records: Sequence[Record], others: Sequence[Record]) -> list[tuple[Record, Record]]:
@@ -47,3 +37,16 @@ def group_means(records: Sequence[Record]) -> dict[str, float]:
 def mean_score(records: Sequence[Record]) -> float:
     """Return the mean of the group means, so that every group of examples counts the same."""
     return fmean(group_means(records).values())
+
+
+def averages(task: Task, records: Sequence[Record]) -> dict[str, float]:
+    """Return the averages that the task itself defines over its groups, such as category means or
+    the perplexity of a whole text; empty if there is no record."""
+    if not records:
+        return {}
+    details: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        for name, value in record.details.items():
+            if isinstance(value, (int, float)):
+                details[name].append(value)
+    return task.averages(group_means(records), {name: fmean(values) for name, values in details.items()})

@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from harness.config.plugins import build_recorded
 from harness.config.settings import Results
 from harness.results import files
+from harness.results.compared import averages
 from harness.results.lock import FolderInUse, FolderLock, is_locked
 from harness.results.provenance import load_average, now
 from harness.results.records import FailedExample, LeftOut, Record, SkippedExample, StoreError
@@ -31,6 +33,7 @@ __all__ = ["FolderInUse", "Run", "StoreError", "StoredRun", "find", "load", "loa
 INFO, CONFIG, EXAMPLES, RESCORED = "run.json", "config.yaml", "examples.jsonl", "rescored.jsonl"
 SUMMARY, ERROR = "summary.json", "error.txt"
 SETTINGS = "config"  # key of run.json for the configuration, of which config.yaml is a copy
+GIVEN = ("model_revision", "prompts", "answers")  # parts of an identity; runs that differ in one are not compared
 OF_SESSION = (
     "status",
     "started",
@@ -39,6 +42,7 @@ OF_SESSION = (
     "error",
     "provenance",
     "began_with",
+    "averages",
 )  # keys of run.json
 
 
@@ -249,9 +253,18 @@ class StoredRun:
         return not self.records and self.status in ("failed", "interrupted")
 
 
-def load(folder: Path, *, first_scores: bool = False) -> StoredRun:
+def given(run: StoredRun) -> dict[str, Any]:
+    """Return what the run was given, by the names in `GIVEN`: hashes of its model, of its prompts
+    and of its right answers (of today's, if the run was scored again). None for a hash that an
+    older run does not have."""
+    identity, again = run.info.get("identity") or {}, (run.info.get("rescored") or {}).get("present") or {}
+    return {name: again.get(name, identity.get(name)) for name in GIVEN}
+
+
+def load(folder: Path, config_dirs: Sequence[Path] = (), *, first_scores: bool = False) -> StoredRun:
     """Read a run folder without changing it, also one that is being written or that an older
     version wrote: unknown fields are ignored. Raise `StoreError` if it cannot be read.
+    `config_dirs`: where plug-ins of the user's own are named; no other code is imported.
     `first_scores`: return the run's own scores, not those of a later `python -m
     harness.rescore`."""
     info, (records, failed, skipped) = read_info(folder), _read_examples(folder)
@@ -260,21 +273,28 @@ def load(folder: Path, *, first_scores: bool = False) -> StoredRun:
         status = "running"
     elif status == "running":
         status = "interrupted"
+    scored: dict[str, Any] = info
     if "rescored" in info and not first_scores:
         path = folder / RESCORED
         if not path.is_file():
             raise StoreError(f"{path} is gone: run python -m harness.rescore {folder} again")
         scores = {plain["id"]: plain for _, plain in files.read_lines(path)}
         records = [record.rescored(scores[record.id]) if record.id in scores else record for record in records]
+        scored = info["rescored"]["present"]
+    if "averages" not in scored:  # of an older run, or of one that has not ended
+        with suppress(ValueError):  # of a plug-in that is not here, or of another version
+            scored = {"averages": averages(build_recorded(info[SETTINGS].get("task"), "task", config_dirs), records)}
+    info = info | {"averages": scored.get("averages", {})}
     return StoredRun(folder, info[SETTINGS], info, records, status, failed=failed, skipped=skipped)
 
 
-def load_all(folders: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
-    """Return the runs that can be read, and a sentence on each folder that cannot."""
+def load_all(folders: Iterable[Path], config_dirs: Sequence[Path] = ()) -> tuple[list[StoredRun], list[str]]:
+    """Return the runs that can be read, and a sentence on each folder that cannot. `config_dirs`:
+    as of `load`."""
     runs, damage = [], []
     for folder in folders:
         try:
-            runs.append(load(folder))
+            runs.append(load(folder, config_dirs))
         except StoreError as error:
             damage.append(str(error))
     return runs, damage

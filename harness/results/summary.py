@@ -20,17 +20,15 @@ from typing import Any
 import numpy as np
 
 from evals import stats
-from evals.base import Task
-from harness.config import plugins
 from harness.config.settings import recorded_defaults
 from harness.engine.step_parts import PARTS
 from harness.results import files
 from harness.results.alarms import warnings
-from harness.results.compared import FULL, for_statistics, given, group_means, mean_score, paired
+from harness.results.compared import FULL, for_statistics, group_means, mean_score, paired
 from harness.results.identity import model_name, word
 from harness.results.measures import MEASURES, means, over_known
 from harness.results.records import HISTORY_S, PEAKS, FailedExample, Record, Reply, SkippedExample, StoreError
-from harness.results.run_folder import INFO, SUMMARY, StoredRun, load
+from harness.results.run_folder import INFO, SUMMARY, StoredRun, given, load
 from methods.tiers.tier import DEVICE, TIERS, bytes_key
 
 SCHEMA = 11
@@ -91,7 +89,7 @@ def summarise(
         "num_skipped": len(skipped),
         "num_cut": sum(record.cut_tokens > 0 for record in records),
         "prompt_tokens": {"min": min(tokens), "median": median(tokens), "max": max(tokens)} if tokens else None,
-        "score": _score(records, config.get("task")),
+        "score": _score(records, info),
         "full": against(records, full),
         "likelihood": likelihood(records, full),
         "prefills": sum(record.prefilled_by is None for record in records),
@@ -131,7 +129,7 @@ def _asked(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"asked": asked, "bytes": config.get("budget_bytes"), "layers": layers}
 
 
-def _score(records: Sequence[Record], task: Any) -> dict[str, Any]:
+def _score(records: Sequence[Record], info: Mapping[str, Any]) -> dict[str, Any]:
     means = group_means(records)
     sizes = Counter(record.group for record in records)
     units = [record.independent for record in records]
@@ -140,26 +138,8 @@ def _score(records: Sequence[Record], task: Any) -> dict[str, Any]:
         "mean": fmean(means.values()) if means else None,
         "ci95": _ends(interval),
         "groups": {group: {"mean": mean, "n": sizes[group]} for group, mean in means.items()},
-        "averages": _averages(records, means, task),
+        "averages": info.get("averages") or {},
     }
-
-
-def _averages(records: Sequence[Record], groups: Mapping[str, float], task: Any) -> dict[str, float]:
-    """Return the averages that the task itself defines over its groups, such as category means or
-    the perplexity of a whole text. `groups`: the mean of each group; `task`: the task's
-    configuration. Empty if the task's class cannot be loaded."""
-    if not records or not isinstance(task, Mapping):
-        return {}
-    try:
-        made: Task = plugins.build(task, "task")
-    except ValueError:  # a run of another version, or of a plug-in that is not on this machine
-        return {}
-    details: dict[str, list[float]] = defaultdict(list)
-    for record in records:
-        for name, value in record.details.items():
-            if isinstance(value, (int, float)):
-                details[name].append(value)
-    return made.averages(groups, {name: fmean(values) for name, values in details.items()})
 
 
 def _read(records: Sequence[Record], measure: str) -> dict[str, float | None]:

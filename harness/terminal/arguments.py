@@ -28,6 +28,13 @@ def typed(text: str, key: str = "") -> Path:
         raise PathError(f"{key}{text} names a home that is not there: write the path out.") from error
 
 
+def config_dir(text: str) -> Path:
+    """Return the folder with yaml files of the user's own that `--config-dir` names."""
+    if not (folder := typed(text)).is_dir():
+        raise PathError(f"{text} is not a folder: name the one that holds task/NAME.yaml")
+    return folder
+
+
 def _number(what: str, is_legal: Callable[[Any], bool], read: Callable[[str], Any] = int) -> Callable[[str], Any]:
     """Return a function that argparse can use as `type`: it reads a number with `read` and refuses
     it unless `is_legal`. `what` describes a legal number in the error."""

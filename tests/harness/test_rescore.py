@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,12 @@ import yaml
 
 from evals.base import Example, Score, TaskEnv
 from evals.niah import Niah
-from harness.commands import report, rescore
+from harness.commands import report, rescore, show, status
 from harness.config.settings import Results, Settings
 from harness.jobs.evaluate import evaluate
 from harness.reports.compare import comparisons
 from harness.results import run_folder
-from harness.results.run_folder import RESCORED
+from harness.results.run_folder import RESCORED, write_info
 from methods.full import Full
 from tests.fake_records import rewrite
 from tests.fast import MODEL, STREAMING, niah
@@ -148,3 +149,50 @@ def test_an_unfinished_run_is_left_out(results: Path, capsys: pytest.CaptureFixt
     said = capsys.readouterr()
     assert str(place) in said.err
     assert "streaming" in said.out  # the others are scored all the same
+
+
+PLANTED = """import pathlib
+pathlib.Path(__file__).with_suffix(".ran").touch()
+from evals.niah import Niah as Task
+from harness.models.random import Random as Model
+"""
+
+
+@pytest.mark.parametrize("kind", ["task", "model"])
+def test_code_that_records_name_runs_only_if_the_user_names_it_too(
+    results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """With or without the averages, which older runs did not record."""
+    place, ran = folder(results, "streaming"), results / "planted.ran"
+    (results / "planted.py").write_text(PLANTED)
+    monkeypatch.syspath_prepend(str(results))
+    info = plain(place / "run.json")
+    config = info["config"] | {kind: info["config"][kind] | {"_target_": f"planted.{kind.title()}"}}
+    del info["averages"]  # which every run records
+    for averages in ({}, {"averages": {"mean": 0.0, "planted_share": 0.125}}):
+        write_info(place, info | {"config": config} | averages)
+        for command in (report, show, status):
+            assert not command.main([str(place), *["--details"] * (command is report)])
+        assert ("planted_share" in capsys.readouterr().out) == bool(averages)
+        assert rescore.main([str(results)]) == 2
+        said = capsys.readouterr()
+        assert "full" in said.out  # the others are scored all the same
+        assert f"{place}: {kind}._target_=planted" in said.err
+        assert not ran.exists()
+    (results / "conf" / kind).mkdir(parents=True)
+    (results / "conf" / kind / "mine.yaml").write_text(f"_target_: planted.{kind.title()}\n")
+    assert rescore.main([str(place), f"--config-dir={results / 'conf'}"]) == 0
+    assert ran.exists()
+    assert "planted_share" not in plain(place / "run.json")["rescored"]["present"]["averages"]
+    sys.modules.pop("planted")
+
+
+def test_yaml_files_that_records_name_are_not_read(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """lm-eval runs the functions that they name."""
+    place = folder(results, "full")
+    (results / "odd.yaml").write_text("task: odd\nprocess_docs: !function planted.never\n")
+    config = plain(place / "run.json")["config"]
+    config["task"] = {"_target_": "evals.lm_eval.LmEval", "name": "odd", "include_path": str(results)}
+    rewrite(place, config)
+    assert rescore.main([str(place)]) == 2
+    assert f"--config-dir={results}" in capsys.readouterr().err

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from evals import stats
 from harness.results.records import HISTORY_S, PEAKS, Record
-from harness.results.summary import against, decode_throughput, quantiles, summarise, total_throughput
-from tests.fake_records import config, record, records, talk, turn
+from harness.results.run_folder import load
+from harness.results.summary import against, decode_throughput, quantiles, summarise, summary_of, total_throughput
+from tests.fake_records import config, record, records, rewrite, talk, turn, write_run
 
 INFO: dict[str, Any] = {"status": "complete", "method": "quest", "task": "niah", "task_info": {"chance": 0.0}}
 KEYS = (
@@ -28,6 +30,10 @@ SPARSE = {"attended_prompt": 10.0, "attended_total": 12.0}
 
 def summary(lines: list[Record], full: list[Record] | None = None, **info: Any) -> dict[str, Any]:
     return summarise(lines, config=config("quest"), info=INFO | info, full=full)
+
+
+def averages(folder: Path) -> dict[str, float]:
+    return summary_of(load(folder), None)["score"]["averages"]  # type: ignore[no-any-return]
 
 
 def warnings(lines: list[Record], full: list[Record] | None = None, **info: Any) -> str:
@@ -152,16 +158,19 @@ def test_what_went_otherwise_than_asked_is_counted_and_alike_warnings_are_one() 
     assert "12 to 300" in cut
 
 
-def test_the_task_says_what_else_its_groups_amount_to() -> None:
+def test_the_task_says_what_else_its_groups_amount_to(tmp_path: Path) -> None:
+    """With the run's end that is recorded; of an older run the task is asked, if it is one of conf/."""
     lines = [record(f"e{n}", details={"strict": float(n > 1), "strict_answer": "7"}) for n in range(4)]
     task = {
         "_target_": "evals.gsm8k.Gsm8k", "prompt": "lm_eval", "extraction": "flexible", "samples": None,
         "max_new_tokens": 9, "chat": False, "revision": "main",
     }  # fmt: skip
-    row = summarise(lines, config=config(task=task), info=INFO, full=None)
-    assert row["score"]["averages"] == {"mean": 1.0, "strict": 0.5}
-    gone = summarise(lines, config=config(task=task | {"no_longer_there": 1}), info=INFO, full=None)
-    assert gone["score"]["averages"] == {}  # a class that is not what the run was made with
+    old = write_run(tmp_path, lines, task=task)
+    assert averages(old) == {"mean": 1.0, "strict": 0.5}
+    gone = write_run(tmp_path, lines, task=task | {"no_longer_there": 1})
+    assert averages(gone) == {}  # a class that is not what the run was made with
+    rewrite(gone, averages={"mean": 1.0, "strict": 0.25})
+    assert averages(gone) == {"mean": 1.0, "strict": 0.25}
 
 
 def test_no_example_is_a_summary_too() -> None:
