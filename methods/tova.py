@@ -3,9 +3,9 @@
 
 The rule: when rows must go, the softmax weights of the last token's query are averaged over all
 query heads of the layer, and the rows with the smallest weights go, the same in all heads. This
-happens at the seal, where a prompt is cut to the budget, and then before each new token. Keys stay
-at their positions. The last token's row always stays, as in kvpress; the authors' code would drop it
-if its own query gave it the least weight."""
+happens once at the seal, which leaves room in the budget for the next token, and then before each
+further token. Keys stay at their positions. The last token's row always stays, as in kvpress; the
+authors' code would drop it if its own query gave it the least weight."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ from methods.layers.last_queries import EvictsWhileDecoding, LastQueries
 
 class TOVAKeep(LastQueries, capturable=True, of_each={}):
     """Keep the last token and those to which it attends most, on average over all query heads."""
+
+    def size(self, budget: int) -> int:
+        return budget - 1  # the next token's row is in the budget
 
     def keep(self, size: int) -> Tensor:
         assert self.queries is not None
