@@ -162,8 +162,8 @@ def _of_row(entry: ReportRow) -> Iterator[str]:
 
 
 def _off_budget(entry: ReportRow) -> Iterator[str]:
-    """Yield a note if a row read much more or less than its budget. Where heads read as many tokens as
-    they need, the budget is an upper limit."""
+    """Yield a note if a row read much more or less than its budget, or if its budget cut samples short.
+    Where heads read as many tokens as they need, the budget is an upper limit."""
     row, config = entry.summary, entry.run.config
     asked, read = row["budget"]["asked"], row["budget"]["attended"]["share"]
     plain = config.get("budget_rule", "read") == "read" and config.get("align", "tokens") == "tokens"
@@ -173,6 +173,8 @@ def _off_budget(entry: ReportRow) -> Iterator[str]:
     if plain and off > OFF_BUDGET * (asked or 0):
         why = next((f": {reason}" for record in entry.run.records if (reason := record.fallback)), "")
         yield f"{entry.title} read {percent(read)} % of the prompt, not {percent(asked)} %{why}"
+    if capped := row["budget"].get("capped_share"):
+        yield f"{entry.title}: the budget cut {percent(capped)} % of the samples short, so their error has no bound"
 
 
 def _listed(start: str, items: Sequence[str], end: str) -> str:

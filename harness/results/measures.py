@@ -38,6 +38,7 @@ MEASURES: dict[str, Measure] = {  # by key of a line of examples.jsonl; docs/res
     "attended_prompt": Measure(unit="tokens", in_memory=False),
     "attended_total": Measure(unit="tokens", in_memory=False),
     **dict.fromkeys(("attended_p10", "attended_p50", "attended_p90"), Measure(unit="tokens", in_memory=False)),
+    "capped_share": Measure(unit="share", in_memory=False),
     "union_prompt": Measure(unit="tokens", in_memory=False),
     "moved_bytes_per_step": Measure(
         unit="bytes",

@@ -79,6 +79,7 @@ def summarise(
         | {
             "attended": _read(records, "attended_prompt") | _over_layers(records),
             "union": _read(records, "union_prompt"),
+            "capped_share": over_known(fmean, [record.measured.get("capped_share") for record in records]),
             "counts": (info.get("budget_use") or {}).get("counts", "prompt"),
             "extra_rows": (info.get("budget_use") or {}).get("extra_rows", 0),
             "total_tokens": over_known(fmean, [record.measured.get("attended_total") for record in records]),

@@ -1,5 +1,5 @@
-"""Defines `Traffic`, the counts of bytes that move between tiers and of rows that a cache on the
-device had.
+"""Defines `Traffic`, the counts of bytes that move between tiers, of rows that a cache on the device
+had, and of samples that the budget cut short.
 
 Bytes are added where they move: in methods/tiers/rows.py, and for sequences that step together in
 methods/pools/batched.py. `moved_bytes_per_step` in the results is made in
@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 TALLIED = ("to_device_bytes", "looked_up", "found")
-COUNTED = ("to_device_bytes", "to_host_bytes", "from_disk_bytes", "looked_up", "found", "exposed_s", "hidden_s")
+COUNTED = (
+    "to_device_bytes", "to_host_bytes", "from_disk_bytes", "looked_up", "found", "samples", "capped", "exposed_s",
+    "hidden_s",
+)  # fmt: skip
 
 
 @dataclass
@@ -28,6 +31,8 @@ class Traffic:
     from_disk_bytes: int = 0
     looked_up: int = 0  # rows that a cache on the device was asked for
     found: int = 0  # those of them that it had
+    samples: int = 0  # that heads drew, each of as many tokens as its bound on the error asks (vAttention)
+    capped: int = 0  # those of them for which the budget allowed fewer draws
     exposed_s: float = 0.0  # seconds in which the model waited for rows to arrive on the device
     hidden_s: float = 0.0  # seconds in which rows arrived while it computed
     several: bool = False  # counts sequences that step together, each by itself

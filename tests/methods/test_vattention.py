@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil
 from statistics import NormalDist
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,18 @@ from scipy.stats import binomtest
 from torch import Tensor
 from torch.testing import assert_close
 
+from harness.engine.attach import attached
+from harness.engine.batch.running import RunningBatch
+from harness.engine.engine import Engine
+from kernels.dispatch import use_backend
 from methods.base import AttnInput
 from methods.vattention import VAttention
 from tests.methods.recorded import Recorded
 from tests.methods.synthetic import SHAPES, Sequences, Shape
+from tests.tape import Tape
+from tests.tiny import prompt, tiny
 
-METHOD = VAttention(epsilon=0.25, delta=0.2, sinks=3, window=5, top_ratio=0.25, base_ratio=0.25, seed=9)
+METHOD = VAttention(epsilon=0.25, delta=0.2, sinks=3, window=5, top_ratio=0.25, base_ratio=0.08, seed=9)
 PROMPT, STEPS, BUDGET = 83, 4, 40
 MIDDLE, TOP, MOST, LEAST = PROMPT - 8, 8, 24, 6
 MASK = (1 << 64) - 1
@@ -37,9 +44,9 @@ def draws(position: int, group: int) -> list[int]:
     return [(number >> 32 & 2**31 - 1) * MIDDLE >> 31 for number in numbers]
 
 
-def weighed(weights: Tensor, drawn: list[int]) -> dict[int, float]:
+def weighed(weights: Tensor, drawn: list[int]) -> tuple[dict[int, float], bool]:
     """The tokens of the middle that query heads with these softmax weights [heads S] read together, and how often each
-    counts."""
+    counts; and whether they asked for more draws than the budget allows."""
     middle = weights[:, 3 : PROMPT - 5]
     best = middle.sum(0).argsort(descending=True)[:TOP].tolist()
     sizes = []
@@ -48,9 +55,11 @@ def weighed(weights: Tensor, drawn: list[int]) -> dict[int, float]:
         base = torch.stack([own[token] * (token not in best) for token in drawn[:LEAST]])
         total = (known + MIDDLE * base.mean()).item()
         asked = (NormalDist().inv_cdf(0.9) * MIDDLE * base.std().item() / (0.25 * total)) ** 2
-        sizes.append(min(max(LEAST, ceil(asked)), MOST))
-    sample = [token for token in drawn[: max(sizes)] if token not in best]
-    return dict.fromkeys(best, 1.0) | {token: sample.count(token) * MIDDLE / max(sizes) for token in sample}
+        sizes.append(max(LEAST, ceil(asked)))
+    size = min(max(sizes), MOST)
+    sample = [token for token in drawn[:size] if token not in best]
+    counts = {token: sample.count(token) * MIDDLE / size for token in sample}
+    return dict.fromkeys(best, 1.0) | counts, max(sizes) > MOST
 
 
 @pytest.mark.parametrize("select_per", ["query_head", "kv_head"])
@@ -61,6 +70,7 @@ def test_step_equals_loops(shape: Shape, select_per: str) -> None:
     s.seal(layers, 0, PROMPT)
     group = shape.heads // shape.groups
     share = group if select_per == "kv_head" else 1
+    capped = list[bool]()
     for position in range(PROMPT, s.length):
         (out,) = s.decode(layers, position)
         selected = layer.selected_positions()
@@ -71,7 +81,8 @@ def test_step_equals_loops(shape: Shape, select_per: str) -> None:
                 kv, heads = first // group, slice(first, first + share)
                 k, v = (x[b, kv, : position + 1].double() for x in (s.k(0), s.v[0]))
                 weights = (s.q(0)[b, heads, position].double() @ k.T * shape.dim**-0.5).softmax(-1)
-                read = weighed(weights, draws(position + 1, kv))
+                read, short = weighed(weights, draws(position + 1, kv))
+                capped.append(short)
                 fixed = [*range(3), *range(PROMPT - 5, PROMPT)]
                 own = sorted(token for token in selected[b, first // share].tolist() if token >= 0)
                 assert own == sorted([*fixed, *(token + 3 for token in read)])
@@ -84,6 +95,42 @@ def test_step_equals_loops(shape: Shape, select_per: str) -> None:
         seen |= set(counts)
         assert layer.attended.prompt == pytest.approx(sum(counts) / len(counts))
     assert len(seen) > 2  # samples differ in size
+    traffic = layer.cache.traffic.settle()
+    assert (traffic.samples, traffic.capped) == (len(capped), sum(capped))
+
+
+@pytest.mark.tokens
+def test_samples_that_the_budget_cuts_short_are_counted_in_each_place_in_batches_and_captured() -> None:
+    ids = [prompt(182, seed=seed) for seed in range(2)]
+    both, method, shares = torch.cat(ids), replace(METHOD, epsilon=0.05), list[float]()
+    for placement, captured in (("device", False), ("host", False), ("device", True), ("host", True)):
+        at: Any = placement
+        with use_backend("torch"), attached(tiny("llama"), method, budget=0.3, placement=at) as kv:
+            made = Engine(kv, graphs=Tape() if captured else None).generate(both, max_new_tokens=8)
+            assert (made.capture_s is not None) == captured
+            shares.append(made.measured["capped_share"])
+            if captured:
+                continue
+            alone = [Engine(kv).generate(one, max_new_tokens=8).measured["capped_share"] for one in ids]
+            engine, batch = Engine(kv), RunningBatch(Engine(kv))
+            slots = [engine.join(batch, one, max_new_tokens=8) for one in ids]
+            while batch.sequences:
+                batch.step()
+            assert [slot.out.measured["capped_share"] for slot in slots] == alone
+            shares.append(sum(alone) / 2)
+    assert 0 < shares[0] < 1
+    assert shares == pytest.approx(shares[:1] * 6)
+
+
+def test_epsilon_and_delta_decide_what_is_read_from_a_sample_of_the_prompt_on() -> None:
+    """At the defaults' base sample of 2 % of the prompt; half of the largest sample left little to decide."""
+    s, read = Sequences(Shape(9, 3, 64), 1501), []
+    for error in (0.05, 0.1, 0.2):
+        layers = s.start(VAttention(epsilon=error, delta=error), 600)
+        s.seal(layers, 0, 1500)
+        s.decode(layers, 1500)
+        read.append(layers[0].attended.prompt)
+    assert read[0] > read[1] > read[2]
 
 
 @torch.inference_mode()

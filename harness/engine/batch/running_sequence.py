@@ -299,6 +299,8 @@ class RunningSequence:
                 out.along = along([begin, *self._marks, *last], unread, layers, sum(out.kv.values()))
         if looked_up := traffic.looked_up - before.looked_up:
             out.measured["hit_rate"] = (traffic.found - before.found) / looked_up
+        if samples := traffic.samples - before.samples:
+            out.measured["capped_share"] = (traffic.capped - before.capped) / samples
 
     def _quantiles(self, steps: int) -> dict[str, float]:
         """Return quantiles over layers and sequences of how many prompt tokens a head read per step,

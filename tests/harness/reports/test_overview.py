@@ -95,7 +95,8 @@ def test_a_budget_of_prompt_and_answer_shows_what_compares(tmp_path: Path) -> No
     write_run(tmp_path, records([1.0] * 4))
     write_run(tmp_path, records([1.0] * 4, **SPARSE), "rkv", budget=10, facts={"budget_use": use})
     write_run(tmp_path, records([1.0] * 4, **SPARSE), "quest", budget=0.1)
-    write_run(tmp_path, records([1.0] * 4, attended_prompt=2.0, attended_p50=2.0), "vattention", budget=0.1)
+    fewer = {"attended_prompt": 2.0, "attended_p50": 2.0, "capped_share": 0.25}
+    write_run(tmp_path, records([1.0] * 4, **fewer), "vattention", budget=0.1)
     [table] = comparisons([load(file.parent) for file in tmp_path.rglob("run.json")])
     columns = {column.head: column.cells for column in overview(table)}
     assert "10+128 in all" in columns["budget"]
@@ -103,6 +104,7 @@ def test_a_budget_of_prompt_and_answer_shows_what_compares(tmp_path: Path) -> No
     text = "\n".join(lines(table))
     assert "Caution: budgets differ: counts=prompt and answer: rkv 10+128 in all; " in text
     assert "vattention 10% read" not in text
+    assert "vattention 10%: the budget cut 25.0 % of the samples short, so their error has no bound" in text
 
 
 def test_what_must_be_wrong_comes_first_and_is_red_on_a_terminal(

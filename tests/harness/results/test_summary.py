@@ -50,7 +50,7 @@ def test_keys_are_the_documented_ones(good: list[Record]) -> None:
     row = summary(records([1.0, 0.0], **SPARSE), good)
     assert " ".join(row) == KEYS
     assert " ".join(row["memory"]) == MEMORY
-    assert " ".join(row["budget"]) == "asked bytes layers attended union counts extra_rows total_tokens"
+    assert " ".join(row["budget"]) == "asked bytes layers attended union capped_share counts extra_rows total_tokens"
     assert row["prompt_tokens"] == {"min": 100, "median": 100, "max": 100}
     assert list(row["score"]) == ["mean", "ci95", "groups", "averages"]
     assert list(row["full"]) == ["mean", "diff", "ci95", "p"]
@@ -131,6 +131,8 @@ def test_attended_is_told_in_tokens_and_as_a_share_of_what_was_sealed() -> None:
     budget = summary(lines)["budget"]
     assert budget["attended"] == pytest.approx({"tokens": 10.0, "share": 0.15, "p10": 0.05, "p50": None, "p90": 0.45})
     assert budget["union"] == {"tokens": 25.0, "share": pytest.approx(0.4)}
+    capped = [record("a", capped_share=0.5), record("b", capped_share=1.0), lines[2]]
+    assert summary(capped)["budget"]["capped_share"] == 0.75
 
 
 def test_full_near_guessing_is_said(good: list[Record]) -> None:
