@@ -1,5 +1,12 @@
 """Asks competition mathematics, whose answers are long: MATH-500 (arXiv:2305.20050) and the AIME of 2024 to
-2026. The final answer is judged by math-verify, which compares values, not texts."""
+2026. The final answer is judged by math-verify, which compares values, not texts.
+
+Some verdicts are math-verify's own. It leaves out the base of a number, so that 4210_6 is 4210_5, and what differs only
+after six decimals, so that 2^-98 is 2^-99. It takes "million" for a unit, does not read `5{:}30`, `1 234`, `\\pmod`,
+`\\approx` and other scripts, and without a box only numbers and formulas after English words.
+
+R-KV's released run_math.py asks without a chat template (`task.prompt=rkv chat=none`) and weighs attention by 0.1; the
+default of its class is 0.07."""
 
 from __future__ import annotations
 
@@ -30,10 +37,18 @@ PROMPTS = {
     "the format: Final answer:  \\boxed{}",
 }
 
+BOX = re.compile(r"\\(boxed|fbox|bo?x?e?\Z)(?![A-Za-z])\s*")  # also one that is cut in its name
+BRACE = re.compile(r"\\[\\{}]|[{}]")  # also what is none: \{, and the line break before a brace in \\{
+BARE = re.compile(r"[^$\n]*?(?=\$|\\[)\]])|\S*")  # the rest of a formula, or a word
+IDLE = re.compile(r"\\?[%°]|(?<=\d)\\,(?=\d{3})|(?<!\\right)\\?[.,;。]\s*$")  # as in 10\,000\%.
+EMPHASIS = re.compile(r"(?<![^\s(:=])[*_`]+(?=\S)|(?<=[^\s^*_`])[*_`]+(?![^\s.,:;!?)])")  # Markdown's
+NOT = r"(?:\b(?:(?:can)?not|neither|nor|no longer)|n['’]t)\s+(?:be\s+|equal\s+(?:to\s+)?)?"
+DENIED = re.compile(NOT + r"(?:\$[^$]{1,99}\$|\\\(.{1,99}?\\\)|-?\d\S*)")
+
 
 class ProblemSet(NamedTuple):
-    """Hold where a set of problems lies on the hub, and how many tokens an answer may have: those that R-KV's
-    released script gives to prompt and answer together."""
+    """Hold where a set of problems lies on the hub, and how many tokens an answer may have, with the thought
+    before it: those that R-KV's released script gives to prompt and answer together."""
 
     repo: str
     file: str
@@ -59,7 +74,7 @@ class Mathematics(Task):
     """Ask the problems of one or several sets (SETS), each with the words of `prompt` around it. An answer is
     right if its last box holds the value of the set's answer (`judge`)."""
 
-    version: ClassVar[str] = "1"
+    version: ClassVar[str] = "2"
     seeded: ClassVar[bool] = False
     metric: ClassVar[str] = "accuracy"
 
@@ -120,11 +135,12 @@ class Mathematics(Task):
 def judge(right: str, output: str) -> tuple[bool, str]:
     """Return whether an output gives the answer `right`, and the text that was taken for its answer.
 
-    The answer is what the last `\\boxed{}` holds. Without a box it is what follows words such as "the answer is";
-    another number at the end of an output that was cut off is no answer. Values are compared by math-verify, with
-    intervals and the inequalities that say the same taken as equal; `%` is left out on both sides, as MATH's own
-    grader does. math-verify ends a comparison that takes too long by an alarm, which only a main thread hears: in
-    any other thread a process of its own judges, about two seconds for each answer."""
+    The answer is what the last `\\boxed{}` holds, and there is none if that is cut off. Without a box it is what
+    follows words such as "the answer is", unless "not" stands before it; another number at the end of an output that
+    was cut off is no answer. Values are compared by math-verify, with intervals and the inequalities that say the same
+    taken as equal; percent and degree signs are left out on both sides, as MATH's own grader does. math-verify ends a
+    comparison that takes too long by an alarm, which only a main thread hears: in any other thread a process of its
+    own judges, about two seconds for each answer."""
     _require_math_verify()
     if threading.current_thread() is not threading.main_thread():
         code = "import json, sys; from evals.mathematics import judge; print(json.dumps(judge(*json.load(sys.stdin))))"
@@ -137,32 +153,38 @@ def judge(right: str, output: str) -> tuple[bool, str]:
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # a comparison that takes too long is no message
     in_words = (LatexExtractionConfig(try_extract_without_anchor=False), ExprExtractionConfig(False))
-    box = last_box(output)
-    wanted = parse(_boxed(right), (LatexExtractionConfig(),))
-    given = parse(output, in_words) if box is None else parse(_boxed(box), (LatexExtractionConfig(),))
+    box, latex = last_box(output), (LatexExtractionConfig(),)
+    wanted, given = parse(_boxed(right), latex), parse(_boxed(box or ""), latex)
+    if not BOX.search(output):
+        said = DENIED.sub("", EMPHASIS.sub("", output))
+        given = parse(said, in_words)
     answer = box if box is not None else next((part for part in reversed(given) if isinstance(part, str)), "")
     return bool(verify(wanted, given, allow_set_relation_comp=True)), answer
 
 
 def last_box(output: str) -> str | None:
-    """Return what the last whole `\\boxed{...}` of an output holds; None without one.
+    """Return what the last `\\boxed` of an output holds, or, if there is none, its last `\\fbox`; None without a
+    box, and if the last one does not close. A box without braces holds the rest of its formula, or a word.
 
     >>> last_box(r"\\boxed{4}, no: $\\boxed{\\frac{1}{2}}$")
     '\\\\frac{1}{2}'
     """
-    opened = list[int | None]()  # where the content of each open brace begins, if it is the brace of a box
-    last: str | None = None
-    for brace in re.finditer(r"\\[{}]|\\boxed\s*\{|[{}]", output):
-        if brace[0] == "}" and opened:
-            start = opened.pop()
-            last = last if start is None else output[start : brace.start()]
-        elif brace[0].endswith("{") and brace[0] != "\\{":
-            opened.append(brace.end() if brace[0] != "{" else None)
-    return last
+    boxes = [*BOX.finditer(output)]
+    last = [box for box in boxes if box[1] != "fbox"] or boxes
+    if not last:
+        return None
+    held, depth = output[last[-1].end() :], 0
+    if not held.startswith("{"):
+        return next(BARE.finditer(held))[0] or None
+    for brace in BRACE.finditer(held):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if not depth:
+            return held[1 : brace.start()]
+    return None
 
 
 def _boxed(answer: str) -> str:
-    return "\\boxed{" + answer.replace("\\%", "").replace("%", "") + "}"
+    return "\\boxed{" + IDLE.sub("", answer) + "}"
 
 
 def has_math_verify() -> bool:

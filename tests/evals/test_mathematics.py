@@ -87,7 +87,7 @@ def test_a_missing_judge_is_named_before_the_model_loads(monkeypatch: pytest.Mon
 
 @needs_math_verify
 def test_verdicts_are_those_written_by_hand() -> None:
-    assert (len(PAIRS), sum(kind != "plain" for kind, *_ in PAIRS)) == (100, 20)
+    assert (len(PAIRS), sum(kind != "plain" for kind, *_ in PAIRS)) == (125, 45)
     wrong = [pair for pair in PAIRS if judge(pair[1], pair[2])[0] != pair[3]]
     assert not wrong
 
@@ -118,3 +118,4 @@ def test_a_score_says_what_was_taken_for_the_answer(tmp_path: Path) -> None:
     assert [task.score(half, text).value for text in ("\\boxed{0.5}", "\\boxed{2}", "The answer is 0.5")] == [1, 0, 1]
     assert task.averages({"math500": 0.5}, {"boxed_share": 0.75}) == {"mean": 0.5, "boxed_share": 0.75}
     assert last_box("\\boxed{" * 20_000) is None
+    assert task.score(half, "\\boxed{0.5}, no, \\boxed{0.25").details == {"boxed_share": 0.0, "answer": ""}
