@@ -27,7 +27,7 @@ from harness.prompts.prompt import (
 )
 from harness.prompts.prompt_lint import Finding, lint
 from harness.prompts.teacher import choices_ids, forced_ids
-from harness.prompts.thinking import HARMONY, KINDS, MOST, SPACE, ThinkingTokenizer, Thought
+from harness.prompts.thinking import HARMONY, KINDS, SPACE, ThinkingTokenizer, Thought, divided
 from harness.results.files import canonical
 from harness.results.records import FailedExample, SkippedExample
 from harness.terminal.notices import alike, say_once
@@ -330,8 +330,11 @@ def _item(
         forced = forced_ids(turn, prompt, tokenizer)[:limit]
         choices = choices_ids(turn, prompt, tokenizer)
         new_tokens = max(map(len, choices), default=0) or len(forced) or limit or turn.max_new_tokens
-        thought = _thought(prompt, tokenizer, settings, turn.prefix, window - new_tokens) if thinks else None
-        new_tokens += thought.room if thought else 0
+        thought = None
+        if thinks:
+            allowed, new_tokens = divided(new_tokens)
+            thought = _thought(prompt, tokenizer, settings, turn.prefix, window - new_tokens, allowed)
+            new_tokens += thought.room
         asked_thought = f" ({thought.room} of them by thinking={settings.thinking})" if thought else ""
         before = 0 if most else sum(one.room for one in items)
         findings = list(lint(turn, prompt, tokenizer, window, new_tokens, before, keywords, asked_thought, because))
@@ -352,15 +355,16 @@ def _refuse_thoughts(example: Example, settings: Settings) -> None:
         raise SettingsError(f"thinking={settings.thinking} does not suit this task, which {why}: set thinking=off.")
 
 
-def _thought(prompt: Prompt, tokenizer: Tokenizer, settings: Settings, prefix: str, room: int) -> Thought:
+def _thought(prompt: Prompt, tokenizer: Tokenizer, settings: Settings, prefix: str, room: int, most: int) -> Thought:
     """Return the thought before the answer to `prompt`. `prefix`: the first words of the answer;
-    `room`: the tokens that the model's window leaves for prompt and thought."""
+    `room`: the tokens that the model's window leaves for prompt and thought; `most`: those that a
+    thought may have if the user does not say."""
     asked: Any = tokenizer
     thought = Thought.after(prompt, tokenizer, asked.thinking, prefix)
     left = room - len(prompt.ids) - max(SPACE, len(thought.prefix))
     if prompt.cut is not None:  # which would otherwise be cut to fill the window
         left = max(left, room // 2)
-    most = max(1, min(MOST, left)) if settings.thinking == "on" else int(settings.thinking)
+    most = max(1, min(most, left)) if settings.thinking == "on" else int(settings.thinking)
     return replace(thought, most=most)
 
 

@@ -20,6 +20,7 @@ from harness.prompts.teacher import following
 
 ENABLE = "enable_thinking"  # the variable by which chat templates are told; those that do not know it ignore it
 MOST = 8192  # tokens of a thought under thinking=on; models write one to a few thousand about a question on a long text
+AFTER = 2048  # tokens of an answer after a thought whose tokens the task's length counts, too
 SPACE = 4  # tokens of white space that may stand between a thought and its answer
 CUT: Literal["thought"] = "thought"  # why an answer ended whose thought was cut
 
@@ -104,6 +105,12 @@ def marks_ending_in(end: str) -> Marks:
     thoughts with which every answer begins."""
     same = (kind for kind in (*KINDS, HARMONY) if kind.end.endswith(end) or end.endswith(kind.end))
     return next(same, Marks("", end))
+
+
+def divided(length: int) -> tuple[int, int]:
+    """Return how many tokens a thought may have, and how many its answer, for a task that allows
+    `length` tokens. Lengths from twice MOST on are made for models that think, and count both."""
+    return (length - AFTER, AFTER) if length >= 2 * MOST else (MOST, length)
 
 
 class ThinkingTokenizer:

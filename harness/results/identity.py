@@ -28,7 +28,7 @@ from harness.results.files import canonical
 
 # Of the code that all runs share. Raise it when outputs change, or a default of `Settings`, and make the stored tokens
 # again (python -m tests.stored_tokens); and when older folders cannot be continued, as since 3.
-CORE_VERSION = 3
+CORE_VERSION = 4
 PARTS = {
     "core": "the shared code (CORE_VERSION)",
     "task_version": "the task's version",

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from evals.base import Example, Score, Task, TaskEnv, Turn
+from evals.mathematics import SETS
 from harness.commands import rescore, show
 from harness.config.settings import GenerationSettings, Results, Settings, SettingsError
 from harness.jobs.evaluate import evaluate
+from harness.jobs.examples import itemised
 from harness.jobs.job import Job
 from harness.models.hub import HuggingFace
-from harness.prompts.thinking import SPACE
+from harness.prompts.thinking import SPACE, ThinkingTokenizer
 from harness.reports.compare import comparisons
 from harness.reports.notes import notes
 from harness.reports.overview import all_lines
@@ -183,6 +185,27 @@ def test_a_thought_takes_what_the_window_leaves(models: dict[str, HuggingFace]) 
         assert item.thought
         assert item.prompt.cut
         assert (item.needed, item.thought.most) == (40, (40 - 7) // 2)
+
+
+@pytest.mark.parametrize(
+    ("thinking", "length", "thought", "answer"),
+    [
+        ("on", SETS["math500"].max_new_tokens, 14336, 2048),
+        ("on", SETS["aime24"].max_new_tokens, 30720, 2048),
+        ("20000", SETS["aime24"].max_new_tokens, 20000, 2048),
+        ("on", 16383, 8192, 16383),
+        ("off", SETS["aime24"].max_new_tokens, None, 32768),
+    ],
+)
+def test_lengths_made_for_thinking_count_the_thought(
+    thinking: str, length: int, thought: int | None, answer: int, models: dict[str, HuggingFace]
+) -> None:
+    """In the window of Qwen3-8B. A thought that gets the rest of the window after an answer of its own of 32768 tokens
+    would end before most that solve AIME."""
+    asked: Any = ThinkingTokenizer(models["empty block"].tokenizer(), on=thinking != "off")
+    example = Example(id="0", group="g", context="A text. " * 99, references=("7",), max_new_tokens=length)
+    [item] = itemised([example], asked, Settings(thinking=thinking), 40960).items
+    assert (item.thought and item.thought.most, item.answer_tokens) == (thought, answer)
 
 
 @pytest.mark.parametrize(
