@@ -13,7 +13,8 @@ MARGIN = 4  # tokens decoded beyond the longest stop string, for pieces of a cha
 
 class StopRule:
     """Decide after each new token whether the answer ends: called with all new tokens, it returns
-    the reason or None. The first `min_new_tokens` tokens can neither stop the answer nor be cut."""
+    the reason or None. The first `min_new_tokens` tokens can neither stop the answer nor be cut.
+    `skip`: characters at the beginning of the first token that belong to a thought before the answer."""
 
     def __init__(
         self, tokenizer: Tokenizer, eos_ids: Iterable[int], stop_strings: Sequence[str], min_new_tokens: int
@@ -33,25 +34,27 @@ class StopRule:
         string."""
         return sorted(self.eos_ids | {tokenize(self.tokenizer, stop).ids[-1] for stop in self.stop_strings})
 
-    def __call__(self, tokens: list[int]) -> Reason | None:
+    def __call__(self, tokens: list[int], skip: int = 0) -> Reason | None:
         if len(tokens) <= self.min_new_tokens:
             return None
         if tokens[-1] in self.eos_ids:
             return "eos"
-        if self.stop_strings and self._find_stop(tokens, max(0, len(tokens) - self._tail))[1] is not None:
+        if self.stop_strings and self._find_stop(tokens, max(0, len(tokens) - self._tail), skip)[1] is not None:
             return "stop_string"
         return None
 
-    def text(self, tokens: Sequence[int]) -> str:
+    def text(self, tokens: Sequence[int], skip: int = 0) -> str:
         """Return the answer without special tokens, cut before EOS or a stop string."""
         ends = (i for i in range(self.min_new_tokens, len(tokens)) if tokens[i] in self.eos_ids)
-        text, stop = self._find_stop(tokens[: next(ends, len(tokens))], 0)
+        text, stop = self._find_stop(tokens[: next(ends, len(tokens))], 0, skip)
         return text[:stop]
 
-    def _find_stop(self, tokens: Sequence[int], start: int) -> tuple[str, int | None]:
+    def _find_stop(self, tokens: Sequence[int], start: int, skip: int) -> tuple[str, int | None]:
         """Return the text from token `start` on, and the position in it where the first stop string
         begins."""
-        text = decode(self.tokenizer, tokens[start:])
-        spared = len(decode(self.tokenizer, tokens[start : self.min_new_tokens])) if self.min_new_tokens > start else 0
+        skip = 0 if start else skip
+        text = decode(self.tokenizer, tokens[start:])[skip:]
+        least = self.min_new_tokens
+        spared = len(decode(self.tokenizer, tokens[start:least])[skip:]) if least > start else 0
         positions = [text.find(stop, max(0, spared - len(stop) + 1)) for stop in self.stop_strings]
         return text, min((position for position in positions if position >= 0), default=None)

@@ -209,11 +209,12 @@ class ThoughtfulAnswer:
                 if tokens[-1] in self._eos_ids:
                     return "eos"
                 return CUT if self.thought.most is not None and len(tokens) >= self.thought.most else None
-        answer = tokens[self._start(tokens, self._end) :]
+        start, skip = self._start(tokens, self._end)
+        answer = tokens[start:]
         if not answer:
             return None
         full = self.most_answer is not None and len(answer) >= self.most_answer
-        return self.answer(answer) or ("length" if full else None)
+        return self.answer(answer, skip) or ("length" if full else None)
 
     @property
     def ends(self) -> list[int]:
@@ -223,16 +224,21 @@ class ThoughtfulAnswer:
     def text(self, tokens: Sequence[int]) -> str:
         """Return the answer without its thought, its first words and special tokens; empty if the
         thought did not end."""
+        start, skip = self.start(tokens)
+        return self.answer.text(tokens[start:], skip)
+
+    def start(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """Return how many of `tokens` precede the answer, all if the thought did not end, and how
+        many characters of the next one are still the thought's."""
         end = self._end_of(tokens)
-        return "" if end is None else self.answer.text(tokens[self._start(tokens, end) :])
+        return (len(tokens), 0) if end is None else self._start(tokens, end)
 
     def thought_tokens(self, tokens: Sequence[int]) -> int:
         """Return how many of the answer's `tokens` are its thought, with its marks and the white
-        space behind it: all of them if it did not end."""
-        end = self._end_of(tokens)
-        if end is None:
-            return len(tokens)
-        return end if self.thought.prefix else self._start(tokens, end)
+        space behind it: all of them if it did not end. A token that the end mark and the answer share
+        is the answer's."""
+        end = self._end_of(tokens) if self.thought.prefix else None
+        return self.start(tokens)[0] if end is None else end
 
     def _ends_here(self, tokens: Sequence[int]) -> int | None:
         """Return the number of tokens if the last one ends the thought, 0 if there is none, and
@@ -256,13 +262,18 @@ class ThoughtfulAnswer:
         begun, opening = self._decoded(tokens).lstrip(), self.thought.marks.opening
         return not (self.thought.opened or begun.startswith(opening) or opening.startswith(begun))
 
-    def _start(self, tokens: Sequence[int], end: int) -> int:
-        """Return where in `tokens` the answer begins whose thought ends after `end` tokens: after
-        the words that were fed, else after white space."""
+    def _start(self, tokens: Sequence[int], end: int) -> tuple[int, int]:
+        """Return where in `tokens` the answer begins whose thought ends after `end` tokens, and after
+        how many characters of that token: after the words that were fed, else after white space."""
         if not end or self.thought.prefix:
-            return min(len(tokens), end + len(self.thought.prefix) if end else 0)
+            return min(len(tokens), end + len(self.thought.prefix) if end else 0), 0
+        mark, last = self.thought.marks.end, self._decoded(tokens[end - 1 : end])
+        if not mark.endswith(last.rstrip()):
+            known = self._decoded(tokens[max(0, end - self._window) : end])
+            if shared := known.rpartition(mark)[2].lstrip():
+                return end - 1, len(last) - len(shared)
         white = (i for i in range(end, len(tokens)) if tokens[i] in self.answer.eos_ids or self._text_of(tokens[i]))
-        return next(white, len(tokens))
+        return next(white, len(tokens)), 0
 
     def _text_of(self, token: int) -> str:
         return self._decoded([token]).strip()

@@ -386,12 +386,11 @@ class KVHarnessLM(TemplateLM):
     def _text(self, tokens: Sequence[int], keywords: dict[str, Any], rule: Any) -> str:
         """Return the answer, decoded and cut as lm-eval's own models do; empty if its thought did not
         end, which is counted. `rule`: ended the answer."""
-        end = None
+        start, skip, end = 0, 0, None
         if isinstance(rule, ThoughtfulAnswer):
-            thought, end = rule.thought_tokens(tokens), rule.thought.marks.end
-            self.cut_thoughts += thought == len(tokens)
-            tokens = tokens[thought:]
-        text = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+            (start, skip), end = rule.start(tokens), rule.thought.marks.end
+            self.cut_thoughts += start == len(tokens)
+        text = self.tokenizer.decode(list(tokens[start:]), skip_special_tokens=True)[skip:]
         return postprocess_generated_text(text, stop=self._until(keywords), think_end_token=end)
 
     def _questions(self, requests: Sequence[EncodedPair]) -> Iterator[ScoredQuestion]:

@@ -79,6 +79,9 @@ def test_marks_of_an_unknown_kind_are_given(tmp_path: Path) -> None:
         ours(tmp_path / "model", enable_thinking=True)
     lm = ours(tmp_path / "model", enable_thinking=True, think_end_token=" it")
     assert asked(lm, ["so", " stop"]) == "</think>The key is 7"
+    split = [TURN, "<think>", "so", "</th", "ink>The", " key"]  # the answer begins in the end mark's last token
+    scripted(tmp_path / "shared", "none", [split])
+    assert asked(ours(tmp_path / "shared", think_end_token="</think>"), [" stop", ">"]) == "The key is 7"
     at_once = ours(tmp_path / "model", think_end_token="</think>")  # its answers do not begin with <think>
     assert asked(at_once, [" stop"]) == "The key is 7"
 

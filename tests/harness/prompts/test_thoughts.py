@@ -151,6 +151,29 @@ def test_a_thought_ends_where_its_mark_ends() -> None:
     assert SAID.startswith(thought)
 
 
+@pytest.mark.parametrize("stops", [[], [">"], [">\\"], ["n"], ["</"]])
+def test_a_token_may_hold_the_end_mark_and_the_answer(stops: list[str]) -> None:
+    assert answered("n</think>\\boxed{4}<|im_end|>", stops, opened=True) == ("eos", "n</think", "\\boxed{4}")
+    assert answered("<think></think>\\4", [*stops, "\\4"]) == ("stop_string", "<think></think", "")
+    assert answered("[THINK]n[/THINK].4", stops, KINDS[1], answer=1) == ("length", "[THINK]n[/THINK", ".")
+    assert answered("n</think>\\", stops, opened=True)[2] == "\\"
+
+
+class Pieces:
+    """Tokens that are given pieces of bytes, some of which end within a character."""
+
+    pieces = (b"n</think", b">\n\xe4", b"\xb8\xad4", b" stop")
+
+    def decode(self, ids: Sequence[int], **options: Any) -> str:
+        return b"".join(self.pieces[token] for token in ids).decode(errors="replace")
+
+
+def test_a_token_may_hold_the_end_mark_and_half_a_character() -> None:
+    rule = ThoughtfulAnswer(Thought(KINDS[0], True), StopRule(Pieces(), (), [" stop", "\n"], 0))  # type: ignore[arg-type]
+    assert [rule([0, 1, 2, 3][:count]) for count in range(1, 5)] == [None, None, None, "stop_string"]
+    assert (rule.text([0, 1, 2, 3]), rule.thought_tokens([0, 1, 2, 3])) == ("中4", 1)
+
+
 def test_the_first_words_follow_as_in_the_prompt() -> None:
     """With thinking on as with it off: the same tokens stand after the end mark."""
     asked = Example(
