@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter
 from typing import TypeVar
@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from harness.engine.cache import KVCache
-from harness.engine.hf import is_routed, layer_specs, routed
+from harness.engine.cache import KVCache, UnsupportedError
+from harness.engine.hf import forget_trial, is_routed, layer_specs, routed
 from harness.engine.loop import STEP, LoopCache, LoopCalls, LoopUsage
 from harness.engine.rotation import text_rotary
+from harness.engine.weights import checksum, parts
 from harness.models.devices import note_devices, wait_for
 from methods.base import (
     AttnInput,
@@ -53,7 +54,7 @@ from methods.tiers.transfer import shared_engine
 
 Run = Callable[[Tensor, KVCache], object]  # a forward of token ids [B T]
 AnyCache = TypeVar("AnyCache", bound=KVCache)
-_Prepared = dict[tuple[Method, bytes | None], tuple[object, float]]  # by method and the calibration text that it needs
+_Prepared = dict[tuple[object, ...], tuple[object, float]]  # by method, weights and the calibration text that it needs
 _prepared: WeakKeyDictionary[PreTrainedModel, _Prepared] = WeakKeyDictionary()
 
 
@@ -99,6 +100,9 @@ class Attachment:
         self.ahead = overlap and placement != DEVICE  # without placement, only a store of conversations moves rows
         self.engine = shared_engine(model.device)
         note_devices({weight.device for weight in model.parameters()})
+        if not is_routed(model):
+            forget_trial(model)
+        self._parts = parts(model)
         self.model_specs = layer_specs(model)
         self.rotary = text_rotary(model)
         self.specs = whole_layers(self.model_specs)  # the layers that the method serves
@@ -113,6 +117,21 @@ class Attachment:
         the model rotates texts with equal numbers alike (`TextRotary.stage`). It is 0 where the
         angles do not depend on the length."""
         return 0 if self.rotary is None else self.rotary.stage(tokens)
+
+    @cached_property
+    def weights(self) -> str:
+        """Return a hash of the model's weights, all of which are read for it (`checksum`)."""
+        return checksum(self.model)
+
+    def check_model(self) -> None:
+        """Raise `UnsupportedError` if weights of the model were replaced, converted or moved after
+        it was attached, or adapters attached or switched. Numbers that are written into weights are
+        not noticed."""
+        if parts(self.model) != self._parts:
+            raise UnsupportedError(
+                "The model's weights were replaced, converted or moved, or an adapter was attached or switched, after "
+                "the method was attached: leave the block of `attached` first, and attach the method again."
+            )
 
     def request(self, *, capacity: int, batch: int = 1, grows: bool = False) -> Request:
         return Request(
@@ -135,6 +154,7 @@ class Attachment:
         each (prompts and answers of all turns). `grows`: the capacity may be raised later."""
         for key, number in {"capacity": capacity, "batch": batch}.items():
             _refuse_number(key, number, least=1)
+        self.check_model()
         check_length(self.method, self.model_specs, capacity)
         request = self.request(capacity=capacity, batch=batch, grows=grows)
         request = replace(request, reservation=self._reservation(request))
@@ -241,10 +261,12 @@ class Attachment:
 
     def _prepare(self, calibration: Tensor | None) -> tuple[object, float]:
         """Return what the method has computed once for this model (`Method.prepare`), and the
-        seconds that it took. Both are remembered for later attachments of the same model, method and
-        calibration text."""
+        seconds that it took. Both are remembered for later attachments of the same model with the
+        same weights, method and calibration text."""
+        if type(self.method).prepare is Method.prepare:
+            return None, 0.0
         text = calibration.numpy(force=True).tobytes() if calibration is not None else None
-        key = self.method, text if self.method.calibration_tokens else None
+        key = self.method, text if self.method.calibration_tokens else None, self.weights, self.model.device
         known = _prepared.setdefault(self.model, {})
         if key not in known:
             before = perf_counter()
@@ -309,7 +331,7 @@ def attached(
     repeat a prompt, for KVzip (harness/prompts/repeating.py makes them); None: with none."""
     given = (budget, placement, calibration, reuse_steps, codec, disk, overlap, capacity, repeat_prompts)
     attachment = Attachment(model, method, *given)
-    with routed(model, LoopCalls(attachment.cache_of_call)), closing(attachment):
+    with routed(model, LoopCalls(attachment.cache_of_call, attachment.check_model)), closing(attachment):
         yield attachment
     attachment.warn_of_unsealed()
     attachment.warn_of_fallbacks()

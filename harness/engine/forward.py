@@ -62,6 +62,7 @@ class BlockForward:
         self.stores = self.decoder.embed_tokens.weight.is_cuda  # decode steps write k and v directly to the store
         self.head = Head(norm.variance_epsilon, norm.weight.detach(), _linear(head))
         self.embedding: Tensor = self.decoder.embed_tokens.weight.detach()
+        self._places = [(weight, weight.data_ptr()) for weight in model.parameters()]
         self._table: Tensor | None = None  # cos and sin [2 C R] of all positions of the model's window
         self._may_table = self.rotary is None  # until it is known whether there is a table
 
@@ -72,8 +73,10 @@ class BlockForward:
         """Compute consecutive chunks [B T] of a prompt. Return the logits of the last token [B V].
 
         `complete(layer)` is called when the last chunk has passed that layer."""
-        if self.decoder.embed_tokens.weight.data_ptr() != self.embedding.data_ptr():
-            raise UnsupportedError("The model was moved or converted after this engine was made: make a new Engine.")
+        if not cache.sealed and any(weight.data_ptr() != place for weight, place in self._places):
+            raise UnsupportedError(
+                "Weights of the model were replaced, moved or converted after this engine was made: make a new Engine."
+            )
         cache.begin(torch.cat(list(chunks), 1) if cache.read_again is not None else None)
         if len(chunks) > 1:
             cache.expect(len(chunks[0]), sum(ids.shape[1] for ids in chunks))

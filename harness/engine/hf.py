@@ -114,6 +114,12 @@ def _before_attention(
             f"An attached model needs past_key_values from its attachment's cache(...), got {type(cache).__name__}: "
             "call the model and not a part of it, and it gets one by itself."
         )
+    asked = module.config._attn_implementation  # type: ignore[union-attr]
+    if asked != NAME:
+        raise UnsupportedError(
+            f"{type(module).__name__} is set to {asked!r} attention, which would pass the attached method over: call "
+            "set_attn_implementation outside the block of `attached`, and let all layers share the model's config."
+        )
     cache._hooked = module.layer_idx  # type: ignore[assignment]
     hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     rotation = _rotation(module, pairing, kwargs["position_embeddings"])
@@ -217,6 +223,12 @@ def channel_pairing(model: PreTrainedModel) -> Pairing:
         projections = [QueryProjection(module, model, pairing or Pairing(0)) for module in modules]
         _TRIED.update(zip(modules, trial(model, pairing, projections), strict=True))
     return pairing or Pairing(0)
+
+
+def forget_trial(model: PreTrainedModel) -> None:
+    """Have a model whose class is not listed tried again, whose weights may have changed since."""
+    for module in attention_modules(model):
+        _TRIED.pop(module, None)
 
 
 def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:

@@ -263,10 +263,10 @@ class LoopCalls:
     `generate`, `pipeline` and `model(ids)` bring, by a cache of ours, and split batches that are
     padded on the left."""
 
-    def __init__(self, make: Callable[..., LoopCache]) -> None:
+    def __init__(self, make: Callable[..., LoopCache], check: Callable[[], None]) -> None:
         """`make(batch=..., tokens=...)`: returns a cache for `batch` sequences whose first forward
-        brings `tokens` tokens."""
-        self.make = make
+        brings `tokens` tokens. `check`: raises an error where the model may not read a prompt."""
+        self.make, self.check = make, check
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the call's keywords with our cache and without a mask that has been read. Raises
@@ -280,7 +280,10 @@ class LoopCalls:
                 f"A custom attention mask was given: only padding on the left is supported, as [{batch} S]."
             )
         padded = mask is not None and not bool(mask.all())
-        if not isinstance(given, KVCache):
+        if isinstance(given, KVCache):
+            if tokens > 1:  # a prompt, and no step of an answer
+                self.check()
+        else:
             _refuse(given, call.get("use_cache"), model)
             if padded:
                 fresh: LoopCache = PaddedCache([self.make(batch=1, tokens=tokens) for _ in range(batch)])

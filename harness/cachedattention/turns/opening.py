@@ -33,7 +33,7 @@ def fingerprint(attachment: Attachment, loaded: LoadedModel, **more: object) -> 
     run = (attachment.method, attachment.budget, attachment.reuse_steps, attachment.placement)
     return Fingerprint(
         model=loaded.name,
-        weights=f"{loaded.weights} {loaded.revision}",
+        weights=f"{loaded.weights} {loaded.revision} {attachment.weights}",
         tokenizer=Tools(loaded.tokenizer, "template").fingerprint,
         rotary=f"{canonical(rotary)}, keys before rotation",
         dtype=str(loaded.model.dtype),

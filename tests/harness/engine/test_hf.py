@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 
 import pytest
@@ -155,11 +156,57 @@ def test_a_hook_or_an_adapter_is_not_passed_over() -> None:
         BlockForward(model)
 
 
-def test_a_model_that_was_converted_later_is_refused() -> None:
+def adapt(model: PreTrainedModel, target: str = "q_proj") -> None:
+    peft = pytest.importorskip("peft")
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(1)
+        model.add_adapter(peft.LoraConfig(r=4, target_modules=[target], init_lora_weights=False))
+
+
+def replace_weights(model: PreTrainedModel) -> None:
+    model.load_state_dict({name: x.flip(0) for name, x in model.state_dict().items()}, assign=True)
+
+
+def attend_apart(model: PreTrainedModel) -> None:
+    attention = model.model.layers[1].self_attn
+    attention.config = deepcopy(attention.config)
+    attention.config._attn_implementation = "sdpa"
+
+
+CHANGES: dict[str, Callable[[PreTrainedModel], object]] = {
+    "set": lambda model: model.set_attn_implementation("sdpa"),
+    "by hand": lambda model: setattr(model.config, "_attn_implementation", "eager"),
+    "one layer": attend_apart,
+    "adapter": adapt,
+    "adapter of the MLP": lambda model: adapt(model, "up_proj"),
+    "dtype": lambda model: model.to(torch.bfloat16),
+    "load": replace_weights,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_changes_inside_the_block_is_refused(change: str) -> None:
+    """Whoever runs it: a loop with a cache of its own, with one that has read a prompt, or an engine."""
+    model, ids, of_attention = deepcopy(tiny("llama")), prompt(30), change in ("set", "by hand", "one layer")
+    with attached(model, Full()) as kv:
+        engine, used = Engine(kv), kv.cache(capacity=99)
+        model(ids, past_key_values=used)
+        CHANGES[change](model)
+        says = "set_attn_implementation outside" if of_attention else "attach the method again"
+        for cache in (None, used):
+            with pytest.raises(UnsupportedError, match=says):
+                model(ids, past_key_values=cache)
+        if not of_attention:  # an engine that runs by blocks does not ask for transformers' attention
+            with pytest.raises(UnsupportedError, match=says):
+                engine.generate(ids, max_new_tokens=2)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_an_engine_refuses_weights_that_lie_elsewhere_than_when_it_was_made() -> None:
     model = deepcopy(tiny("llama"))
     with attached(model, Full()) as kv:
-        engine = Engine(kv)
-        model.to(torch.bfloat16)
+        engine, weight = Engine(kv), model.model.layers[1].mlp.up_proj.weight
+        weight.data = weight.data.clone()
         with pytest.raises(UnsupportedError, match="new Engine"):
             engine.generate(prompt(30), max_new_tokens=2)
 

@@ -90,6 +90,19 @@ def test_what_methods_are_told_is_tried_and_only_those_that_need_what_is_unknown
             answered(model_of(kind), prompt(30), method)
 
 
+def test_a_class_is_tried_again_with_other_weights() -> None:
+    """OLMo clips queries, which shows only where they are large."""
+    model = model_of("olmo")
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data.mul_(1e-4)
+    with attached(model, Full()) as kv:
+        assert {spec.unknown for spec in kv.specs} == {()}
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data.mul_(1e4)
+    with attached(model, Full()) as kv:
+        assert {spec.unknown for spec in kv.specs} == {(QUERIES,)}
+
+
 def test_a_model_of_ones_own_is_refused_by_what_it_does_and_never_runs_by_blocks() -> None:
     capped = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma2", **SHAPE, head_dim=16)).eval()
     with pytest.raises(UnsupportedError, match="Gemma2ForCausalLM caps its attention logits"), attached(capped, Full()):

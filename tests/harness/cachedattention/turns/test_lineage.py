@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedModel
 
+from harness.cachedattention.store.fingerprint import content_digest
 from harness.cachedattention.turns.caches import CachesBetweenTurns
 from harness.cachedattention.turns.opening import fingerprint
 from harness.engine.attach import attached
@@ -29,6 +33,53 @@ def test_another_calibration_is_another_fingerprint() -> None:
         with attached(loaded.model, method, budget=0.2, calibration=prompt(64, seed=seed)) as kv:
             found.append(fingerprint(kv, loaded).digest)
     assert found[0] == found[2] != found[1]
+
+
+def adapters(model: PreTrainedModel) -> Iterator[None]:
+    """Attaches an adapter, switches it off and on, and changes its strength."""
+    peft = pytest.importorskip("peft")
+    model.add_adapter(peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    yield
+    model.disable_adapters()
+    yield
+    model.enable_adapters()
+    model.model.layers[0].self_attn.q_proj.scaling["default"] *= 3
+    yield
+
+
+def writes(model: PreTrainedModel) -> Iterator[None]:
+    """Writes other numbers into weights, in ways of which torch counts only the first, and moves numbers."""
+    other = {name: x + 0.01 for name, x in model.state_dict().items()}
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    model.load_state_dict(other)
+    yield
+    weight.data = weight.data.clone() * 2
+    yield
+    weight.data.copy_(weight.data.roll(1, 0))
+    yield
+    weight.data[0, 0] += 1
+    yield
+
+
+@pytest.mark.parametrize("change", [writes, adapters])
+def test_other_weights_are_prepared_for_again_and_have_another_fingerprint(
+    change: Callable[[PreTrainedModel], Iterator[None]],
+) -> None:
+    loaded = Random(shape="tiny", layers=2).load("fp32", "cpu")
+    method, text = InfiniGen(calibration_tokens=64), prompt(64)
+
+    def prepared(model: PreTrainedModel) -> tuple[object, str, str]:
+        with attached(model, method, budget=0.2, calibration=text) as kv:
+            return kv.prepared, content_digest(kv.prepared), fingerprint(kv, loaded).digest
+
+    before, *seen = prepared(loaded.model)
+    assert prepared(loaded.model)[0] is before
+    prints = set(seen[1:])
+    for number, _ in enumerate(change(loaded.model), 2):
+        _, digest, mark = prepared(loaded.model)
+        assert (digest, mark) == prepared(deepcopy(loaded.model))[1:]  # of which nothing is remembered
+        prints.add(mark)
+        assert len(prints) == number
 
 
 @pytest.mark.tokens
