@@ -30,6 +30,9 @@ Row = dict[str, Any]
 Shape = Any  # says what a JSON value should be, as `misfit` explains
 ANY: Shape = {}  # an object with any fields
 NAMED_FILES = 3  # how many missing files an error names
+CORRECT = "correct the file, or drop the row"
+# what `datasets` says of files without rows: of JSON without bytes, of any other, of parquet
+NO_ROWS = ("StopIteration", "corresponds to no data", "BatchSize must be greater than 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,9 +163,11 @@ def check(value: Any, shape: Shape, place: str) -> None:
         raise TaskError(f"{place} {wrong}: correct the file, or fetch it again")
 
 
-def no_answer(place: str) -> TaskError:
-    """Return the error for a row that holds no right answer. `place` names the row and its file."""
-    return TaskError(f"{place} has no right answer, so every output would score 0: correct the file, or drop the row")
+def no_answer(place: str, fields: Iterable[str] = ()) -> TaskError:
+    """Return the error for a row that holds no right answer. `place` names the row and its file, and
+    `fields` where the answer should stand."""
+    where = " in " * bool(fields) + ", ".join(map(repr, fields))
+    return TaskError(f"{place} has no right answer{where}, so every output would score 0: {CORRECT}")
 
 
 def too_few(place: str, what: str, count: int, samples: int) -> TaskError:
@@ -253,31 +258,50 @@ def _read_member(source: Source, path: Path) -> bytes:
 
 @contextmanager
 def data_errors_in_a_sentence() -> Iterator[None]:
-    """Turn the error that `datasets` raises for a file it cannot read into a `TaskError` that names
-    file and row, and that of a template for which all rows lack a field."""
+    """Turn the error that `datasets` raises for a file it cannot read, or that is empty, into a
+    `TaskError` that names file and row, and that of a template for which all rows lack a field."""
     try:
         yield
     except Exception as error:
         if type(error).__module__ == "jinja2.exceptions":
             raise TaskError(f"A template does not fit the data ({error}): correct the yaml file or its data") from error
-        if type(error).__module__ != "datasets.exceptions":
+        files = _files_that_were_read(error)
+        foreseen = type(error).__module__ == "datasets.exceptions"
+        if not foreseen and (not files or isinstance(error, (OSError, ImportError))):
             raise
-        file, cause = _file_that_was_read(error), error
+        cause: BaseException = error
         while isinstance(cause.__cause__, Exception):
             cause = cause.__cause__
-        reason = " ".join(str(cause).split()).rstrip(".")
+        reason = " ".join(str(cause).split()).rstrip(".") or type(cause).__name__
         reason = re.sub(r"\bin row (\d+)", lambda row: f"in row {int(row[1]) + 1}", reason)  # which counts from 0
-        raise TaskError(f"{file or 'A data set'} cannot be read ({reason}): correct the file") from error
+        blank = list(filter(_is_blank, files))
+        file = "One of " * (len(blank or files) > 1) + ", ".join(blank or files) or "A data set"
+        if blank or any(words in reason for words in NO_ROWS):
+            raise TaskError(f"{file} is empty: write rows into it, or name another file") from error
+        raise TaskError(f"{file} cannot be read ({reason}): correct the file") from error
 
 
-def _file_that_was_read(error: BaseException | None) -> str | None:
-    """Return the file at which a reader of `datasets`, each of which calls it `file`, has stopped."""
+def _is_blank(file: str) -> bool:
+    if not Path(file).is_file():
+        return False
+    with open(file, "rb") as stream:
+        return stream.read(64).strip() in (b"", b"[]")
+
+
+def _files_that_were_read(error: BaseException | None) -> list[str]:
+    """Return the file at which a reader of `datasets`, each of which calls it `file`, has stopped; or
+    else all local ones that it was asked for."""
+    asked = list[str]()
     while error is not None:
         for frame, _ in walk_tb(error.__traceback__):
             if "packaged_modules" in frame.f_code.co_filename and "file" in frame.f_locals:
-                return str(frame.f_locals["file"])
+                return [str(frame.f_locals["file"])]
+            if frame.f_code.co_name == "load_dataset":
+                given = frame.f_locals.get("data_files") or ()
+                parts = given.values() if isinstance(given, Mapping) else [given]
+                asked = [str(one) for part in parts for one in ([part] if isinstance(part, str) else part)]
         error = error.__cause__
-    return None
+    return asked
 
 
 _HALF = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which JSON can spell and no tokenizer takes

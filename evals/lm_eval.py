@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from hashlib import sha256
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from evals.base import Example, Score, Task, TaskEnv, TaskError, read_choices
-from evals.data import data_errors_in_a_sentence, no_answer
+from evals.data import CORRECT, data_errors_in_a_sentence, no_answer
 
 SHOTS_SEED = 1234  # the seed with which lm-eval's command draws few shots
 SCORING = ("metric_list", "filter_list", "process_results", "doc_to_target", "doc_to_choice", "target_delimiter")
@@ -82,7 +83,9 @@ class LmEval(Task):
             self._opened[leaf.name] = {"version": leaf.task.VERSION, "data": config.dataset_path, "revision": revision}
             leaf.task.set_fewshot_seed(SHOTS_SEED)
             for number, doc in leaf.task.doc_iterator(limit=self.samples, rank=0, world_size=1):
-                yield self._example(leaf, number, doc)
+                with _naming_row(leaf, number, doc):
+                    example = self._example(leaf, number, doc)
+                yield example
 
     def score(self, example: Example, output: str) -> Score:
         (leaf,) = (leaf for leaf in self._leaves() if leaf.name == example.group)
@@ -103,13 +106,15 @@ class LmEval(Task):
 
     def _example(self, leaf: Leaf, number: int, doc: Any) -> Example:
         task = leaf.task
-        prefix = task.doc_to_prefix(doc) or ""
         shots = task.config.num_fewshot or 0
-        text = task.fewshot_context(doc, num_fewshot=shots, gen_prefix=prefix)
-        made = task.construct_requests(doc=doc, ctx=text, metadata=(leaf.name, number, 1))
+        references = _references(leaf, number, doc)
+        with _no_nulls(task.config):
+            prefix = task.doc_to_prefix(doc) or ""
+            text = task.fewshot_context(doc, num_fewshot=shots, gen_prefix=prefix)
+            made = task.construct_requests(doc=doc, ctx=text, metadata=(leaf.name, number, 1))
         requests = made if isinstance(made, list) else [made]
         _refuse(leaf, requests, text)
-        choices, text = self._choices(task, requests, text)
+        choices, text = self._choices(task, doc, requests, text)
         ending = {"max_new_tokens": 1} if choices else _ending(leaf, requests[0].args[1])
         digest = sha256(json.dumps(doc, sort_keys=True, default=str).encode()).hexdigest()  # scoring may read any field
         context, question, prefix = _split(text, task.doc_to_text(doc), prefix)
@@ -120,19 +125,21 @@ class LmEval(Task):
             question=question,
             long_question=True,
             prefix=prefix,
-            references=_references(leaf, number, doc),
+            references=references,
             choices=choices,
             chat=self.chat,
             data={"doc": number, "sha256": digest},
             **ending,
         )
 
-    def _choices(self, task: Any, requests: Sequence[Any], text: str) -> tuple[tuple[str, ...], str]:
+    def _choices(self, task: Any, doc: Any, requests: Sequence[Any], text: str) -> tuple[tuple[str, ...], str]:
         """Return the choices as texts to be fed after the prompt, and the prompt `text` for them;
         no choices for a task that generates. White space at the prompt's end moves to the choices,
         as in lm-eval. In a chat nothing stands between the assistant's header and a choice."""
         if requests[0].request_type != "loglikelihood":
             return (), text
+        if task.config.doc_to_choice is not None and None in task.doc_to_choice(doc):
+            raise ValueError("a choice is null")
         choices = [request.args[1] for request in requests]
         if self.chat:
             return tuple(choice.removeprefix(task.config.target_delimiter) for choice in choices), text
@@ -232,31 +239,104 @@ def _split(text: str, asked: object, prefix: str) -> tuple[str, str, str]:
     return body, "", prefix
 
 
+@contextmanager
+def _naming_row(leaf: Leaf, number: int, doc: Mapping[str, Any]) -> Iterator[None]:
+    """Turn an error that is raised inside, while row `number` becomes an example, into a `TaskError`
+    that names the row and the fields that it leaves empty. Raises it, too, where the prompt would
+    have a gap in place of the question."""
+    config, place = leaf.task.config, _place(leaf, number)
+    asked = _fields(leaf, config.doc_to_text)
+    gaps = [name for name in asked if _is_empty(doc.get(name))]
+    own = "data_files" in (config.dataset_kwargs or {})  # else nobody here can correct it
+    if gaps and (gaps == [*asked] or own and any(asked[name] for name in gaps)):
+        raise TaskError(f"{place} leaves {', '.join(map(repr, gaps))} empty, which the prompt is made of: {CORRECT}")
+    try:
+        yield
+    except TaskError:
+        raise
+    except Exception as error:
+        gaps += [name for name in _fields(leaf, config.doc_to_choice) if _is_empty(doc.get(name))]
+        why = f"leaves {', '.join(map(repr, gaps))} empty" if gaps else f"does not fit its yaml: {error}"
+        raise TaskError(f"{place} {why}; correct the file or the yaml, or drop the row") from error
+
+
+@contextmanager
+def _no_nulls(config: Any) -> Iterator[None]:
+    """Have lm-eval's templates raise `ValueError` where they would write a null as "None", unless code
+    of the task reads the rows itself."""
+    from lm_eval.utils import env
+
+    def written(value: object) -> object:
+        if value is None:
+            raise ValueError('it, or a row that is shown before it, would write a null as "None"')
+        return value
+
+    before = env.finalize
+    env.finalize = before if config.process_results else written
+    try:
+        yield
+    finally:
+        env.finalize = before
+
+
 def _references(leaf: Leaf, number: int, doc: Any) -> tuple[str, ...]:
     """Return the right answers to a document of lm-eval as texts. Raises `TaskError` if it has none
     and the task scores by them. `number`: the row of the document."""
     config = leaf.task.config
-    target = leaf.task.doc_to_target(doc)
+    scored_by = config.process_results is None and config.doc_to_target not in (None, "")
+    gaps = [name for name in _fields(leaf, config.doc_to_target) if _is_empty(doc.get(name))]
+    try:
+        with _no_nulls(config):
+            target = leaf.task.doc_to_target(doc)
+    except Exception as error:
+        if not scored_by or not gaps:
+            raise
+        raise no_answer(_place(leaf, number), gaps) from error
     if isinstance(target, int) and config.doc_to_choice is not None:
         choices = leaf.task.doc_to_choice(doc)
         target = choices[target] if 0 <= target < len(choices) else None  # a label of -1 stands for none
     answers = tuple(target) if isinstance(target, (list, tuple)) else (target,)
-    lacking = _lacks_fields(config.doc_to_target, doc) or not any(
-        answer is not None and str(answer).strip() for answer in answers
-    )
-    if config.process_results is None and config.doc_to_target not in (None, "") and lacking:
-        raise no_answer(f"{leaf.name}: row {number + 1} of {_data_of(config)}")
+    if scored_by and all(map(_is_empty, answers)):
+        raise no_answer(_place(leaf, number), gaps)
     return tuple(map(str, answers))
 
 
-def _lacks_fields(template: Any, doc: Mapping[str, Any]) -> bool:
-    """Return whether a document has none of the fields that `template` (Jinja, of one of lm-eval's
-    tasks) fills in: it would write None in their place."""
+def _fields(leaf: Leaf, template: Any) -> Mapping[str, bool]:
+    """Return the fields of a document that a template of lm-eval (Jinja, or a field's name) fills in,
+    each with whether it is written under no condition and without a default."""
+    if not isinstance(template, str):
+        return {}
+    return {template: True} if template in leaf.task.features else _variables(template)
+
+
+@cache
+def _variables(template: str) -> Mapping[str, bool]:
+    from jinja2 import nodes
     from jinja2.meta import find_undeclared_variables
     from lm_eval.utils import env
 
-    names = find_undeclared_variables(env.parse(template)) if isinstance(template, str) else ()
-    return bool(names) and all(doc.get(name) is None for name in names)
+    parsed = env.parse(template)
+    parts = [node for output in parsed.body if isinstance(output, nodes.Output) for node in output.nodes]
+    plain = [part for part in parts if not any(map(_is_guard, (part, *part.find_all(nodes.Expr))))]
+    names = [name for part in plain for name in (part, *part.find_all(nodes.Name))]
+    written = {name.name for name in names if isinstance(name, nodes.Name)}
+    return {name: name in written for name in sorted(find_undeclared_variables(parsed))}
+
+
+def _is_guard(node: Any) -> bool:
+    return type(node).__name__ in ("CondExpr", "Or") or getattr(node, "name", None) == "default"
+
+
+def _is_empty(value: object) -> bool:
+    if isinstance(value, str):
+        return not value.strip()
+    return value is None or (isinstance(value, list) and all(map(_is_empty, value)))
+
+
+def _place(leaf: Leaf, number: int) -> str:
+    """Return the task, the number of a row, and the file that it stands in, for an error."""
+    row = "row" if leaf.task.config.process_docs is None else "document"  # which may leave rows out
+    return f"{leaf.name}: {row} {number + 1} of {_data_of(leaf.task.config)}"
 
 
 def _data_of(config: Any) -> str:

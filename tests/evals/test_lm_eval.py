@@ -53,7 +53,9 @@ metric_list:
 """
 DRAWN = SUMS.replace("task: sums", "task: drawn").replace("max_gen_toks: 7", "do_sample: true, temperature: 0.7")
 BOTH = "group: both\ntask: [sums, pick]\n"
-YAMLS = {"sums": SUMS, "pick": PICK, "drawn": DRAWN, "both": BOTH}
+LISTED = SUMS.replace("task: sums", "task: listed").replace("{{a}}", "{{options[0]}}")
+NAMED = SUMS.replace("task: sums", "task: named").replace('"Q: {{q}}\\nA:"', "q")
+YAMLS = {"sums": SUMS, "pick": PICK, "drawn": DRAWN, "listed": LISTED, "named": NAMED, "both": BOTH}
 
 
 @pytest.fixture(scope="module")
@@ -111,30 +113,70 @@ def test_filters_and_metrics_are_the_tasks(folder: str) -> None:
     assert task.averages({"sums": 0.5}, {"exact_match,last": 0.5}) == {"mean": 0.5, "exact_match,last": 0.5}
 
 
-def with_rows(folder: str, tmp_path: Path, name: str, rows: str) -> LmEval:
-    """The task over a file of other rows."""
+def with_rows(folder: str, tmp_path: Path, name: str, rows: str, text: str | None = None) -> LmEval:
+    """The task over a file of other rows, and with another `text` of the yaml."""
     (tmp_path / "other.jsonl").write_text(rows)
-    text = (Path(folder) / f"{name}.yaml").read_text().replace(f"{folder}/rows.jsonl", f"{tmp_path}/other.jsonl")
-    (tmp_path / f"{name}.yaml").write_text(text.replace(f"{folder}/cache", f"{tmp_path}/cache"))
+    whole = (Path(folder) / f"{name}.yaml").read_text()
+    whole = whole.replace(YAMLS[name], text or YAMLS[name]).replace(f"{folder}/rows.jsonl", f"{tmp_path}/other.jsonl")
+    (tmp_path / f"{name}.yaml").write_text(whole.replace(f"{folder}/cache", f"{tmp_path}/cache"))
     return LmEval(name=name, include_path=str(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("name", "missing"),
-    [("sums", {"a": " "}), ("sums", {"a": None}), ("pick", {"right": -1}), ("pick", {"right": None})],
+    ("name", "missing", "says"),
+    [
+        *((*case, "has no right answer") for case in (("pick", {"right": -1}), ("pick", {"right": 9}))),
+        *(("sums", {"a": empty}, "has no right answer in 'a'") for empty in (" ", None)),
+        ("pick", {"right": None}, "has no right answer in 'right'"),
+        *(("listed", {"options": empty}, "has no right answer in 'options'") for empty in ([], None, [""], [None])),
+        *((name, {"q": empty}, "leaves 'q' empty") for name in ("sums", "pick", "listed") for empty in (None, " ")),
+        ("pick", {"options": None}, "leaves 'options' empty"),
+        ("pick", {"options": [None, "b"]}, "a choice is null"),
+        ("named", {"q": None}, "leaves 'q' empty"),
+    ],
 )
-def test_a_row_without_a_right_answer_is_named(folder: str, tmp_path: Path, name: str, missing: dict[str, Any]) -> None:
+def test_a_row_without_question_choices_or_right_answer_is_named(
+    folder: str, tmp_path: Path, name: str, missing: dict[str, Any], says: str
+) -> None:
     rows = "".join(json.dumps(row) + "\n" for row in (ROWS[0], ROWS[1] | missing, ROWS[2]))
-    with pytest.raises(TaskError, match=f"{name}: row 2 of {tmp_path}/other.jsonl has no right answer"):
+    with pytest.raises(TaskError, match=f"{name}: row 2 of {tmp_path}/other.jsonl .*{says}.* drop the row"):
         list(with_rows(folder, tmp_path, name, rows).examples(ENV))
 
 
+def test_what_a_template_guards_may_be_empty(folder: str, tmp_path: Path) -> None:
+    text = SUMS.replace("{{q}}", "{{q or ''}}{% if options %}{{options}}{% endif %}{{right|default(1, true)}}{{b}}")
+    rows = json.dumps({"q": None, "options": [], "right": None, "a": "7", "b": "B"}) + "\n"
+    [example] = with_rows(folder, tmp_path, "sums", rows, text).examples(ENV)
+    assert (example.context, example.references) == ("Q: 1B\nA:", ("7",))
+
+
+def test_a_null_of_a_shown_row_is_named(folder: str, tmp_path: Path) -> None:
+    text = SUMS.replace("{{q}}", "{% if q %}{{q}}{% endif %}{{options[0]}}") + "num_fewshot: 1\n"
+    rows = "".join(json.dumps(row) + "\n" for row in (ROWS[0], ROWS[1] | {"options": [None]}))
+    with pytest.raises(TaskError, match='row 1 of .*, or a row that is shown before it, would write a null as "None"'):
+        list(with_rows(folder, tmp_path, "sums", rows, text).examples(ENV))
+
+
 @pytest.mark.parametrize(
-    ("rows", "says"), [(json.dumps(ROWS[0]) + '\n{"q": oops}\n', "other.jsonl .*row 2"), ('{"q": "1"}\n', "'a'")]
+    ("rows", "says"),
+    [
+        (json.dumps(ROWS[0]) + '\n{"q": oops}\n', "other.jsonl .*row 2"),
+        ('{"q": "1"}\n', "'a'"),
+        *((rows, "^[^ ]*other.jsonl is empty: write rows") for rows in ("", "\n\n", "[]")),
+    ],
 )
 def test_data_that_do_not_fit_get_a_sentence(folder: str, tmp_path: Path, rows: str, says: str) -> None:
     with pytest.raises(TaskError, match=says):
         list(with_rows(folder, tmp_path, "sums", rows).examples(ENV))
+
+
+@pytest.mark.parametrize(("kind", "text"), [("csv", ""), ("csv", "q,a\n"), ("parquet", "")])
+def test_an_empty_table_is_named(folder: str, tmp_path: Path, kind: str, text: str) -> None:
+    task = with_rows(folder, tmp_path, "sums", text)
+    yaml = (tmp_path / "sums.yaml").read_text().replace("dataset_path: json", f"dataset_path: {kind}")
+    (tmp_path / "sums.yaml").write_text(yaml)
+    with pytest.raises(TaskError, match="other.jsonl is empty: write rows into it, or name another file"):
+        list(task.examples(ENV))
 
 
 def test_choices_are_fed_behind_the_prompt(folder: str) -> None:
