@@ -248,7 +248,7 @@ def _naming_row(leaf: Leaf, number: int, doc: Mapping[str, Any]) -> Iterator[Non
     asked = _fields(leaf, config.doc_to_text)
     gaps = [name for name in asked if _is_empty(doc.get(name))]
     own = "data_files" in (config.dataset_kwargs or {})  # else nobody here can correct it
-    if gaps and (gaps == [*asked] or own and any(asked[name] for name in gaps)):
+    if gaps and (gaps == [*asked] or (own and any(asked[name] for name in gaps))):
         raise TaskError(f"{place} leaves {', '.join(map(repr, gaps))} empty, which the prompt is made of: {CORRECT}")
     try:
         yield

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import errno
+import io
+import re
 import sys
 import sysconfig
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
+from json import JSONDecodeError
+from os.path import isfile
 from pathlib import Path
+from types import FrameType
 from typing import ParamSpec
 
 import yaml
@@ -20,6 +25,7 @@ from harness.terminal.notices import complain, lasting_output, visible
 from harness.terminal.stopping import Stoppable
 
 ROOT = Path(__file__).resolve().parents[2]
+SHOWN = 60  # characters of a text that cannot be read
 PACKAGES = ("evals", "harness", "kernels", "methods")
 P = ParamSpec("P")
 Main = Callable[..., int | None]
@@ -58,6 +64,9 @@ def _sentence(error: BaseException, data_root: str) -> str:
         return f"Cannot use {error.filename}: {error.strerror}; name another file or folder."
     if isinstance(error, yaml.MarkedYAMLError):
         return not_yaml(error)
+    if isinstance(error, (JSONDecodeError, UnicodeDecodeError)) and (place := _misread(error)):
+        reason = error.msg if isinstance(error, JSONDecodeError) else f"it is no {error.encoding}: {error.reason}"
+        return f"{place} cannot be read ({reason}): correct the file, or drop the row."
     text = " ".join(str(error).split())
     if isinstance(error, MissingData):
         return f"{text}, then add {data_root.replace('FOLDER', 'DATA')}. `task=niah` needs no data."
@@ -113,13 +122,42 @@ def as_command(go_on: str = "the same command begins anew") -> Callable[[Main], 
 def own_line(error: BaseException) -> str | None:
     """Return file and line of the user's own code that raised the error, as in a plug-in from
     outside this project; None if no such code was running."""
-    others = [*(ROOT / name for name in PACKAGES), *map(Path, {*sysconfig.get_paths().values(), sys.prefix})]
     place = None
-    for frame in traceback.extract_tb(error.__traceback__):
-        file = Path(frame.filename)
-        if file.is_file() and not any(file.is_relative_to(other) for other in others):
-            place = f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}, line {frame.lineno}"
+    for frame, line in _own_frames(error):
+        file = Path(frame.f_code.co_filename)
+        place = f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}, line {line}"
     return place
+
+
+def _own_frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    """Yield the frames of the user's own code in which the error was raised, and their lines."""
+    others = [*(ROOT / name for name in PACKAGES), *map(Path, {*sysconfig.get_paths().values(), sys.prefix})]
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = Path(frame.f_code.co_filename)
+        if file.is_file() and not any(file.is_relative_to(other) for other in others):
+            yield frame, line
+
+
+def _misread(error: JSONDecodeError | UnicodeDecodeError) -> str:
+    """Return the place of a text that the user's own code cannot parse: its file and line, if a
+    variable there holds the file or its name, or else the line of that code and the text's
+    beginning. Empty if no such code was running."""
+    if isinstance(error, JSONDecodeError):
+        text, line = error.doc.encode(), error.lineno
+        row = rb"^[ \t]*" + re.escape(text.rstrip()) + rb"\s*$"
+    else:
+        text, line = error.object, error.object[: error.start].count(b"\n") + 1
+        row = re.escape(text)
+    held = [value for frame, _ in _own_frames(error) for value in frame.f_locals.values()]
+    for value in [*held, *(part for owner in held for part in getattr(owner, "__dict__", {}).values())]:
+        file = getattr(value, "name", "") if isinstance(value, io.IOBase) else value
+        if text.strip() and isinstance(file, (str, Path)) and isfile(file):
+            data = Path(file).read_bytes()
+            if found := re.search(row, data, re.MULTILINE):
+                line += data.count(b"\n", 0, found.start())
+                return f"{file}, line {line},"
+    code = own_line(error)
+    return f"{text[:SHOWN].decode(errors='replace')!r}, which {code} parses," if code else ""
 
 
 def _kept(error: BaseException) -> str:

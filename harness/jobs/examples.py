@@ -197,12 +197,24 @@ def prompts_of(task: Task, source: ModelSource, settings: Settings) -> Prompts:
     info, tokenizer = source.describe(), _asked(source.tokenizer(), settings)
     check_keywords(tokenizer, settings.template_kwargs or {})
     with plugins.naming("task", plugins.describe(task)):
-        examples = task.examples(_task_env(settings, tokenizer, info.limit))
+        examples = _told_apart(task, _task_env(settings, tokenizer, info.limit))
         prompts = itemised(examples, tokenizer, settings, info.limit, info.limit_because)
     count = len(prompts.items) + len(prompts.left_out)
     for why, times in alike([example.why for example in prompts.left_out]):
         say_once(f"{times} of {count} examples left out: {why}")
     return prompts
+
+
+def _told_apart(task: Task, env: TaskEnv) -> Iterator[Example]:
+    """Yield the examples of `task`. Raise `SettingsError` for the second of two with one id."""
+    places = dict[str, int]()
+    for place, example in enumerate(task.examples(env), start=1):
+        if (first := places.setdefault(example.id, place)) != place:
+            lists = {key: value for key, value in plugins.describe(task).items() if isinstance(value, (list, tuple))}
+            twice = [f"task.{key}" for key, value in lists.items() if any(value.count(one) > 1 for one in value)]
+            remedy = f"name each value of {twice[0]} once" if twice else "give every row of its data an id of its own"
+            raise SettingsError(f"Examples {first} and {place} of the task are both called {example.id}: {remedy}.")
+        yield example
 
 
 def _asked(tokenizer: Tokenizer, settings: Settings) -> Tokenizer:
@@ -252,7 +264,6 @@ def itemised(
             raise SettingsError(advice)
         remedy = SHORTER if isinstance(left_out[0], SkippedExample) else ""
         raise LintError(f"Every example is left out: {left_out[0].why}{remedy}.")
-    _refuse_twins(items)
     return Prompts(_cut_alike(items, make, side, window), left_out)
 
 
@@ -373,11 +384,3 @@ def _refuse(item: PreparedExample) -> None:
     for finding in item.findings:
         if finding.level == "error":
             raise LintError(f"Example {item.example.id}: {finding.message}")
-
-
-def _refuse_twins(items: Sequence[PreparedExample]) -> None:
-    seen: set[str] = set()
-    for item in items:
-        if item.example.id in seen:
-            raise SettingsError(f"The task names two examples {item.example.id}: its lengths or depths repeat a value.")
-        seen.add(item.example.id)

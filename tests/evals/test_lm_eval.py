@@ -153,7 +153,7 @@ def test_what_a_template_guards_may_be_empty(folder: str, tmp_path: Path) -> Non
 def test_a_null_of_a_shown_row_is_named(folder: str, tmp_path: Path) -> None:
     text = SUMS.replace("{{q}}", "{% if q %}{{q}}{% endif %}{{options[0]}}") + "num_fewshot: 1\n"
     rows = "".join(json.dumps(row) + "\n" for row in (ROWS[0], ROWS[1] | {"options": [None]}))
-    with pytest.raises(TaskError, match='row 1 of .*, or a row that is shown before it, would write a null as "None"'):
+    with pytest.raises(TaskError, match=r'row 1 of .*, or a row that is shown before it, would write a null as "None"'):
         list(with_rows(folder, tmp_path, "sums", rows, text).examples(ENV))
 
 
@@ -175,7 +175,7 @@ def test_an_empty_table_is_named(folder: str, tmp_path: Path, kind: str, text: s
     task = with_rows(folder, tmp_path, "sums", text)
     yaml = (tmp_path / "sums.yaml").read_text().replace("dataset_path: json", f"dataset_path: {kind}")
     (tmp_path / "sums.yaml").write_text(yaml)
-    with pytest.raises(TaskError, match="other.jsonl is empty: write rows into it, or name another file"):
+    with pytest.raises(TaskError, match=r"other\.jsonl is empty: write rows into it, or name another file"):
         list(task.examples(ENV))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 Cli = Callable[..., tuple[int, str, str]]
-Outside = Callable[[str, str, str], tuple[Path, str]]
+Outside = Callable[..., tuple[Path, str]]
 
 
 @pytest.fixture
@@ -33,14 +33,14 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
 
 @pytest.fixture
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Outside:
-    """Adds a method from outside, `Broken` of this source as `broken`, with these lines of yaml; its file, and a folder
-    for --config-dir."""
+    """Adds a method (or a task) from outside, `Broken` of this source as `broken`, with these lines of yaml; its file,
+    and a folder for --config-dir."""
 
-    def add(name: str, source: str, parameters: str) -> tuple[Path, str]:
+    def add(name: str, source: str, parameters: str, kind: str = "method") -> tuple[Path, str]:
         file = tmp_path / f"{name.lower()}_{abs(hash(tmp_path))}.py"  # a module is imported once per process
         file.write_text(source)
         monkeypatch.syspath_prepend(str(tmp_path))
-        folder = tmp_path / "conf" / "method"
+        folder = tmp_path / "conf" / kind
         folder.mkdir(parents=True)
         (folder / f"{name.lower()}.yaml").write_text(f"_target_: {file.stem}.{name}\n{parameters}")
         return file, str(tmp_path / "conf")

@@ -165,3 +165,46 @@ def test_help_and_a_wrong_setting_are_answered_without_torch() -> None:
         assert done.returncode == 0, done.stderr
         assert named in done.stdout + done.stderr
         assert done.stdout.splitlines()[-1] == str(int("budget=1.5" in words))
+
+
+ASKED = """import json
+from dataclasses import dataclass
+from typing import ClassVar
+from evals.base import Example, Score, Task
+@dataclass(frozen=True)
+class Asked(Task):
+    version: ClassVar[str] = "1"
+    metric: ClassVar[str] = "none"
+    file: str
+    def examples(self, env):
+        READ
+            row = json.loads(line)
+            yield Example(id=row["id"], group="", context=row["q"], references=("1",), max_new_tokens=1)
+    def score(self, example, output):
+        return Score(0.0)
+"""
+ROW = b'{"id": "q%d", "q": "What stands in the long text that nobody reads?"}\n'
+
+
+@pytest.mark.parametrize(
+    ("read", "rows", "says"),
+    [
+        ("for line in open(self.file):", ROW % 1 + b'{"id": "q2', "{file}, line 2, cannot be read (Unt"),
+        ("for line in [open(self.file).read()]:", ROW % 1 + ROW % 2, "{file}, line 2, cannot be read (Extra"),
+        ("for line in open(self.file):", ROW % 1 + b'{"id": "\xff"}', "{file}, line 2, cannot be read (it is no utf-8"),
+        ("for line in ('{', ):", b"", "'{{', which {task}, line 12 parses, cannot be read (Expecting"),
+        (
+            "for line in open(self.file):",
+            ROW % 1 + ROW % 2 + ROW % 1,
+            "Examples 1 and 3 of the task are both called q1: give",
+        ),
+    ],
+)
+def test_a_row_that_a_task_from_outside_cannot_read_is_named(
+    cli: Cli, tmp_path: Path, outside: Outside, read: str, rows: bytes, says: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(rows)
+    task, conf = outside("Asked", ASKED.replace("READ", read), f"file: {tmp_path}/rows.jsonl\n", "task")
+    code, _, err = cli(f"--config-dir={conf}", "task=asked", "method=full", "dry_run=true")
+    assert code == 1
+    assert says.format(file=tmp_path / "rows.jsonl", task=task) in err

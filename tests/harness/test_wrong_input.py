@@ -35,7 +35,7 @@ RUNS = {  # kind -> words of `python -m harness`, and what the sentence has to n
     "a layer that is not there": (["dense_layers=[99]"], "dense_layers=[99]"),
     "a device that is not there": (["device=cuda:7"], "device=cuda:7"),
     "beyond the window": (["model=smollm2", "task.lengths=[9000]"], "8192"),
-    "equal examples": (["task.lengths=[400,400]"], "two examples"),
+    "equal examples": (["task.lengths=[400,400]"], "name each value of task.lengths once"),
     "missing data": (["task.haystack=essays"], "data.root"),
     "a file of another kind": (["task=ruler", "task.tasks=[vt]", "task.source=/etc/passwd"], "task.source"),
     "a folder that is not there": (["data.root=/no/such/folder"], "data.root=/no/such/folder"),
