@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             warn(f"left out: {run.folder}: {error}")
     neighbours = Neighbours(done)
     for run in done:  # once all folders have their new scores, Full's among them
-        write_summary(run, summary_of(run, reference(run, neighbours.fulls(run))))
+        write_summary(run, summary_of(run, reference(run, neighbours.beside(run))))
     return 2 if len(done) < len(runs) else 0
 
 

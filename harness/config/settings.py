@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
+from functools import cache
 from math import inf
 from operator import attrgetter
 from pathlib import Path
@@ -318,9 +319,11 @@ KEYS = (
 )
 
 
+@cache
 def recorded_defaults(device: str = "cpu") -> dict[str, Any]:
     """Return the settings that a run folder records if nobody set any, as nested values: the
-    defaults, with `graphs` and `prefill_chunk` resolved for `device`."""
+    defaults, with `graphs` and `prefill_chunk` resolved for `device`. A report asks for them with
+    every run, so they are cached, and callers must not modify them."""
     resolved = {"graphs": "on" if device.startswith("cuda") else "off", "prefill_chunk": usual_chunk(device)}
     return asdict(Settings()) | resolved
 

@@ -35,7 +35,7 @@ def against(tables: Sequence[Comparison], reference: str) -> list[Comparison]:
         rows = []
         for entry in table.entries:
             other = named[0] if len(named) == 1 else by_budget.get(budget(entry.summary))
-            if other is not None and entry not in named:
+            if other is not None and reference not in _names(entry):
                 summary, label = summary_of(entry.run, other.run), f"{entry.label} against {other.title}"
                 rows.append(replace(entry, full=other.run, summary=summary, label=label))
         if rows:

@@ -13,7 +13,7 @@ from typing import Any
 from evals import stats
 from evals.stats import ALPHA
 from harness.reports.labels import budget, labels, titles
-from harness.results.alarms import Alarm, AlarmRow
+from harness.results.alarms import SHARED, Alarm, AlarmRow
 from harness.results.alarms import alarms as table_alarms
 from harness.results.compared import FULL
 from harness.results.run_folder import StoredRun
@@ -86,6 +86,11 @@ class Comparison:
             ]
         )
 
+    @cached_property
+    def on_shared_machines(self) -> frozenset[str]:
+        """The titles of rows whose times suffered, because others used the machine."""
+        return frozenset(title for alarm in self.alarms if alarm.kind == SHARED for title in alarm.rows)
+
 
 def comparisons(runs: Sequence[StoredRun]) -> list[Comparison]:
     """Return the tables of these runs: runs that must not be mixed (another task, model or
@@ -97,19 +102,16 @@ def comparisons(runs: Sequence[StoredRun]) -> list[Comparison]:
     groups = list(tables.values())
     names = titles([next((run for run in group if run.info.get("presets")), group[0]) for group in groups], ONE_TABLE)
     neighbours = Neighbours(runs)
-    return [_comparison(group, title, neighbours, runs) for group, title in zip(groups, names, strict=True)]
+    return [_comparison(group, title, neighbours) for group, title in zip(groups, names, strict=True)]
 
 
-def _comparison(
-    runs: Sequence[StoredRun], title: str, neighbours: Neighbours, reported: Sequence[StoredRun]
-) -> Comparison:
-    """Return the table of `runs`, each compared with a run of Full (dense attention) if one fits.
-    `reported`: the runs of all tables; if a Full among them almost fits a row, the row keeps the
-    reason why it does not."""
+def _comparison(runs: Sequence[StoredRun], title: str, neighbours: Neighbours) -> Comparison:
+    """Return the table of `runs`, each compared with a run of Full (dense attention) if one of
+    `neighbours` fits. If one almost fits a row, the row keeps the reason why it does not."""
     entries = []
     for run, label in zip(runs, labels(runs), strict=True):
-        full = reference(run, runs) or reference(run, neighbours.fulls(run))
-        reason = None if full else not_held(run, [*reported, *neighbours.fulls(run)])
+        full = reference(run, neighbours.known(run)) or reference(run, neighbours.beside(run))
+        reason = None if full else not_held(run, [*neighbours.known(run), *neighbours.beside(run)])
         entries.append(ReportRow(run, full, summary_of(run, full), label, reason))
     entries.sort(key=lambda entry: (method_of(entry.run) != FULL, entry.label, asked(entry.summary)))
     if any(run.config.get("budget_rule") == "paper" for run in runs):

@@ -4,6 +4,7 @@ differ."""
 from __future__ import annotations
 
 import hashlib
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from os.path import commonpath, relpath
@@ -61,16 +62,14 @@ def labels(runs: Sequence[StoredRun]) -> list[str]:
     budget."""
     names = [name(run, "method") for run in runs]
     settings = [_settings(run) for run in runs]
-    parts = zip(_among_namesakes(names, settings), map(_changed, runs, settings), _unusual(runs, settings), strict=True)
+    parts = zip(_among_namesakes(names, settings), _changed(runs, settings), _unusual(runs, settings), strict=True)
     full = [" ".join(dict.fromkeys([name, *chain(*words)])) for name, words in zip(names, parts, strict=True)]
     rows = [
         (label, str(run.config.get("budget_bytes") or run.config.get("budget")))
         for label, run in zip(full, runs, strict=True)
     ]
-    return [
-        label + (f" {_mark(run, runs)}" if rows.count(row) > 1 else "")
-        for label, row, run in zip(full, rows, runs, strict=True)
-    ]
+    alike, marks = Counter(rows), _marks(runs)
+    return [f"{label} {mark}" if alike[row] > 1 else label for label, row, mark in zip(full, rows, marks, strict=True)]
 
 
 def _settings(run: StoredRun) -> Flat:
@@ -80,14 +79,16 @@ def _settings(run: StoredRun) -> Flat:
     return {k: v for k, v in flat.items() if k not in NOT_NAMED and (has_store or not k.startswith("store."))}
 
 
-def _mark(run: StoredRun, runs: Sequence[StoredRun]) -> str:
-    """Return a mark for a run whose settings are those of another row: the start of its hash, and
-    its folder if that hash occurs twice."""
-    mark = f"#{run.folder.name.rpartition('-')[2][:4]}"
-    if sum(other.folder.name == run.folder.name for other in runs) == 1:
-        return mark
-    places = [other.folder.resolve().parent for other in runs]
-    return f"{mark} {relpath(run.folder.resolve().parent, commonpath(places))}"
+def _marks(runs: Sequence[StoredRun]) -> list[str]:
+    """Return a mark for each run by which to tell it from runs with the same settings: the start of
+    its hash, and its folder if that hash occurs twice."""
+    twins = Counter(run.folder.name for run in runs)
+    places = [run.folder.resolve().parent for run in runs]
+    top = commonpath(places)
+    return [
+        f"#{run.folder.name.rpartition('-')[2][:4]}" + f" {relpath(place, top)}" * (twins[run.folder.name] > 1)
+        for run, place in zip(runs, places, strict=True)
+    ]
 
 
 def budget(summary: Mapping[str, Any]) -> str:
@@ -106,20 +107,23 @@ def budget(summary: Mapping[str, Any]) -> str:
 def _among_namesakes(names: Sequence[str], settings: Sequence[Flat]) -> Iterator[list[str]]:
     """Yield, for each row, `key=value` of the settings in which it differs from rows of the same
     name."""
+    rivals = defaultdict[str, list[Flat]](list)
     for name, mine in zip(names, settings, strict=True):
-        rivals = [theirs for other, theirs in zip(names, settings, strict=True) if other == name]
-        yield spelled_out(mine, _differing(rivals))
+        rivals[name].append(mine)
+    differing = {name: _differing(some) for name, some in rivals.items()}
+    yield from (spelled_out(mine, differing[name]) for name, mine in zip(names, settings, strict=True))
 
 
-def _changed(run: StoredRun, settings: Flat) -> list[str]:
-    """Return `key=value` of the method's parameters that differ from the preset that was typed."""
-    typed = (run.info.get("presets") or {}).get("method")
-    preset = next((entry for entry in entries("method") if entry.name == typed), None)
-    if preset is None:
-        return []
-    nested = {key: None for key in settings if key.startswith("method.") and key.count(".") > 1}  # a press in a press
-    usual = nested | flatten(preset.values(), "method.")
-    return spelled_out(settings, [key for key, value in usual.items() if str(settings.get(key, value)) != str(value)])
+def _changed(runs: Sequence[StoredRun], settings: Sequence[Flat]) -> Iterator[list[str]]:
+    """Yield, for each row, `key=value` of the method's parameters that differ from the preset that
+    was typed."""
+    typed = [(run.info.get("presets") or {}).get("method") for run in runs]
+    presets = {entry.name: flatten(entry.values(), "method.") for entry in entries("method") if entry.name in typed}
+    for name, mine in zip(typed, settings, strict=True):
+        preset = presets.get(name)
+        nested = {key: None for key in mine if key.startswith("method.") and key.count(".") > 1}  # a press in a press
+        usual = nested | preset if preset else {}
+        yield spelled_out(mine, [key for key, value in usual.items() if str(mine.get(key, value)) != str(value)])
 
 
 def _unusual(runs: Sequence[StoredRun], settings: Sequence[Flat]) -> Iterator[list[str]]:
@@ -129,22 +133,27 @@ def _unusual(runs: Sequence[StoredRun], settings: Sequence[Flat]) -> Iterator[li
 
     What stands above every table anyway (harness/reports/conditions.py) is left out.
     """
-    usual, own = [], []
-    for run, mine in zip(runs, settings, strict=True):
-        device = str(run.config.get("device"))
-        defaults = flatten(recorded_defaults(device)) | ({"overlap": "off"} if device.startswith("cuda") else {})
-        usual.append({key: value for key, value in defaults.items() if key not in SAID_BY_TABLE})
+    devices = [str(run.config.get("device")) for run in runs]
+    defaults = {device: _defaults(device) for device in set(devices)}
+    usual, own = [defaults[device] for device in devices], []
+    for mine, known in zip(settings, usual, strict=True):
         own.append(
             {
                 key: mine.get(key, value)  # older runs lack some
-                for key, value in usual[-1].items()
+                for key, value in known.items()
                 if (key in mine or not key.startswith("store."))
                 and not (key in UNUSED and key in mine and mine[key] == UNUSED[key] != value)
             }
         )
     differing = [*_differing(own), *ALWAYS_NAMED]
-    for mine, values, defaults in zip(settings, own, usual, strict=True):
-        yield spelled_out(mine, [key for key in differing if values.get(key, defaults[key]) != defaults[key]])
+    for mine, values, known in zip(settings, own, usual, strict=True):
+        yield spelled_out(mine, [key for key in differing if values.get(key, known[key]) != known[key]])
+
+
+def _defaults(device: str) -> Flat:
+    """Return the settings of a run on `device` that may be named with a row, at their defaults."""
+    known = flatten(recorded_defaults(device)) | ({"overlap": "off"} if device.startswith("cuda") else {})
+    return {key: value for key, value in known.items() if key not in SAID_BY_TABLE}
 
 
 def _differing(settings: Sequence[Flat]) -> list[str]:

@@ -11,7 +11,6 @@ from harness.config.settings import Settings
 from harness.reports.compare import Comparison, ReportRow
 from harness.reports.conditions import code_versions
 from harness.reports.labels import COUNTS_ANSWER
-from harness.results.alarms import SHARED
 from harness.results.summary import MIN_WINDOWS
 from harness.terminal.tables import percent
 from methods.tiers.tier import TIERS, bytes_key
@@ -40,11 +39,10 @@ def stamps(entry: ReportRow, table: Comparison) -> str:
     """Return the stamps of a row: letters that warn about its numbers (`STAMPS` says what each
     means)."""
     row = entry.summary
-    loaded = next((alarm.rows for alarm in table.alarms if alarm.kind == SHARED), ())
     holds = {
         "S": row["simulated"],
         "T": row["traced"],
-        "L": entry.title in loaded,
+        "L": entry.title in table.on_shared_machines,
         **{
             tier.stamp[0]: row["host_is_cpu"] and row["memory"].get(bytes_key(name))
             for name, tier in TIERS.items()

@@ -4,6 +4,7 @@ together."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -115,8 +116,11 @@ def _cautions(table: Comparison) -> Iterator[str]:
     yield from _answers_cut(table)
     yield from _out_of_tokens(table)
     doubts = [text for entry in table.entries for text in _of_row(entry)]
-    for caution in dict.fromkeys(text for entry in table.entries for text in entry.run.info.get("cautions", ())):
-        titles = [entry.title for entry in table.entries if caution in entry.run.info.get("cautions", ())]
+    cautions = defaultdict[str, list[str]](list)
+    for entry in table.entries:
+        for caution in dict.fromkeys(entry.run.info.get("cautions", ())):
+            cautions[caution].append(entry.title)
+    for caution, titles in cautions.items():
         doubts.append(f"{', '.join(titles) if len(titles) < len(table.entries) else 'all rows'}: {caution}")
     doubts += [alarm.text for alarm in table.alarms if not alarm.red]
     doubts += [text for entry in table.entries for text in _off_budget(entry)]
@@ -180,7 +184,7 @@ def _off_budget(entry: ReportRow) -> Iterator[str]:
 def _listed(start: str, items: Sequence[str], end: str) -> str:
     """Return a sentence with as many of its items as fit into a line (at least one) and the number
     of the others."""
-    for count in range(len(items), 0, -1):
+    for count in range(min(len(items), LINE), 0, -1):
         more = f" and {len(items) - count} more" if count < len(items) else ""
         sentence = f"{start}{', '.join(items[:count])}{more}{end}."
         if len(sentence) <= LINE:

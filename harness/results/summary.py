@@ -14,6 +14,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -328,21 +329,44 @@ def _likelihood_beside(records: Sequence[Record], full: Sequence[Record]) -> dic
 
 
 class Neighbours:
-    """Finds the runs of Full (dense attention, the baseline) in the same results folder as a run,
-    and reads each of them once."""
+    """Finds the runs of Full (dense attention, the baseline) of the same task and settings as a
+    run, among those that are `known` or in the same results folder. Each folder is read once."""
 
     def __init__(self, known: Sequence[StoredRun] = ()) -> None:
         self._read = {run.folder.resolve(): run for run in known}
+        self._known = _fulls(known)
+        self._beside: dict[Path, dict[str, list[StoredRun]]] = {}  # by results folder
 
-    def fulls(self, run: StoredRun) -> list[StoredRun]:
-        """Return the readable runs of Full that lie beside the folder of `run`, without `run`
-        itself."""
-        own = run.folder.resolve()
-        folders = {path.parent for path in own.parent.glob(f"*-{FULL}-*/{INFO}")} - {own}
-        for folder in folders - self._read.keys():
-            with suppress(StoreError):
-                self._read[folder] = load(folder)
-        return [self._read[folder] for folder in sorted(folders) if folder in self._read]
+    def known(self, run: StoredRun) -> list[StoredRun]:
+        """Return the known runs of Full that have the task and settings of `run`."""
+        return self._known.get(_settings(run), [])
+
+    def beside(self, run: StoredRun) -> list[StoredRun]:
+        """Return the readable runs of Full in the results folder of `run` that have its task and
+        settings."""
+        root = run.folder.resolve().parent
+        if root not in self._beside:
+            folders = sorted(path.parent for path in root.glob(f"*-{FULL}-*/{INFO}"))
+            for folder in folders:
+                with suppress(StoreError):
+                    self._read[folder] = self._read.get(folder) or load(folder)
+            self._beside[root] = _fulls([self._read[folder] for folder in folders if folder in self._read])
+        return self._beside[root].get(_settings(run), [])
+
+
+def _fulls(runs: Sequence[StoredRun]) -> dict[str, list[StoredRun]]:
+    """Return the runs of Full, the baseline, that have examples, by their task and settings. Of
+    copies of one run, the first stands for all."""
+    first: dict[str, StoredRun] = {}
+    for run in runs:
+        if method_of(run) == FULL and run.records:
+            prompts = [(record.id, record.prompt_sha256) for record in run.records]
+            same = {"config": run.config, "given": given(run), "code": _code(run), "prompts": prompts}
+            first.setdefault(files.canonical(same), run)
+    fulls = defaultdict[str, list[StoredRun]](list)
+    for run in first.values():
+        fulls[_settings(run)].append(run)
+    return fulls
 
 
 def summary_of(run: StoredRun, full: StoredRun | None) -> dict[str, Any]:
@@ -364,27 +388,32 @@ def write_summary(run: StoredRun, summary: Mapping[str, Any]) -> None:
     files.write_json(run.folder / SUMMARY, copy)
 
 
-def reference(run: StoredRun, others: Sequence[StoredRun]) -> StoredRun | None:
+def reference(run: StoredRun, fulls: Sequence[StoredRun]) -> StoredRun | None:
     """Return the run of Full (dense attention, the baseline) that `run` is compared with, or None.
-    It must have the same model, prompts, right answers, dtype and device. Of several, the one with
-    the same code is taken, then the one with most settings in common, then the one with most
-    examples in common."""
+    `fulls`: those of the same task and settings. It must have the same model, prompts, right
+    answers, dtype and device. Of several, the one with the same code is taken, then the one with
+    most settings in common, then the one with most examples in common."""
 
     def nearness(full: StoredRun) -> tuple[bool, int, int]:
-        identities = [compared.info.get("identity") or {} for compared in (run, full)]
-        ours, theirs = ({"core": known.get("core")} | (known.get("code") or {}) for known in identities)
+        ours, theirs = _code(run), _code(full)
         same_code = all(ours[name] == theirs[name] for name in ours.keys() & theirs.keys())
         shared = sum(run.config.get(name) == full.config.get(name) for name in run.config)
         return same_code, shared, len(paired(run.records, full.records))
 
-    fit = [other for other in others if _is_full_of(run, other) and not unlike(run, other)]
+    fit = [full for full in fulls if method_of(run) != FULL and not unlike(run, full)]
     return max(fit, key=nearness, default=None)
 
 
-def not_held(run: StoredRun, others: Sequence[StoredRun]) -> str | None:
+def _code(run: StoredRun) -> dict[str, Any]:
+    """Return the versions of the code of a run by module, and that of the shared core."""
+    identity = run.info.get("identity") or {}
+    return {"core": identity.get("core")} | (identity.get("code") or {})
+
+
+def not_held(run: StoredRun, fulls: Sequence[StoredRun]) -> str | None:
     """Return the reason why `reference` finds no run of Full, the baseline, for `run` among
-    `others`; None if none of them is a Full of the same task and settings."""
-    reasons = [(unlike(run, other), other) for other in others if _is_full_of(run, other)]
+    `fulls`, which have its task and settings; None if there are none, or `run` is a Full."""
+    reasons = [(unlike(run, full), full) for full in fulls if method_of(run) != FULL]
     if not reasons:
         return None
     differences, full = min(reasons, key=lambda pair: len(pair[0]))
@@ -408,13 +437,6 @@ def unlike(run: StoredRun, full: StoredRun) -> list[str]:
     if not reasons and run.records and not paired(run.records, full.records):
         reasons.append("every example")
     return reasons
-
-
-def _is_full_of(run: StoredRun, other: StoredRun) -> bool:
-    """Return True if `run` is no Full, and `other` is a Full with examples, of the same task and
-    settings."""
-    fits = method_of(run) != FULL == method_of(other) and bool(other.records)
-    return fits and _settings(run) == _settings(other)
 
 
 def combination(run: StoredRun) -> str:

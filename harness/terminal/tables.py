@@ -38,9 +38,6 @@ class Column:
     def width(self) -> int:
         return max(len(line) for text in (self.head, self.unit, *self.cells) for line in text.split("\n"))
 
-    def aligned(self, text: str) -> str:
-        return text.ljust(self.width) if self.left else text.rjust(self.width)
-
 
 def text_table(columns: Sequence[Column], width: int = WIDTH) -> str:
     """Return a table for a terminal. Columns without any value are left out; if a line is too long,
@@ -57,17 +54,20 @@ def text_table(columns: Sequence[Column], width: int = WIDTH) -> str:
         kept[0] = replace(kept[0], cells=list(map(wrap.fill, kept[0].cells)))
     tall = max((column.head.count("\n") for column in kept), default=0)
     heads = ["\n" * (tall - column.head.count("\n")) + column.head for column in kept]
-    lines = [*_lines(kept, heads), *_lines(kept, [column.unit for column in kept])]
-    lines.append("  ".join("-" * column.width for column in kept))
+    widths = [column.width for column in kept]
+    forms = [f"{'<' if column.left else '>'}{width}" for column, width in zip(kept, widths, strict=True)]
+    lines = [*_lines(forms, heads), *_lines(forms, [column.unit for column in kept])]
+    lines.append("  ".join("-" * width for width in widths))
     for row in zip(*(column.cells for column in kept), strict=True):
-        lines += _lines(kept, row)
+        lines += _lines(forms, row)
     return "\n".join(line for line in lines if line)
 
 
-def _lines(columns: Sequence[Column], row: Sequence[str]) -> list[str]:
-    """Return the lines of text of one row of a table; a cell may have several lines."""
+def _lines(forms: Sequence[str], row: Sequence[str]) -> list[str]:
+    """Return the lines of text of one row of a table; a cell may have several lines. `forms`: how
+    `format` aligns the cells of each column."""
     parts = zip_longest(*(cell.split("\n") for cell in row), fillvalue="")
-    return ["  ".join(map(Column.aligned, columns, part)).rstrip() for part in parts]
+    return ["  ".join(map(format, part, forms)).rstrip() for part in parts]
 
 
 def markdown_table(columns: Sequence[Column]) -> str:

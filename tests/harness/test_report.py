@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import csv
 import shutil
 import subprocess
@@ -15,8 +16,9 @@ import pytest
 
 from harness.commands import report, show
 from harness.reports.compare import comparisons
+from harness.reports.document import overview_text
 from harness.results.run_folder import StoredRun, load
-from harness.results.summary import reference
+from harness.results.summary import Neighbours, reference
 from harness.terminal import tables
 from tests.fake_records import record, records, rewrite, write_run
 
@@ -115,10 +117,30 @@ def test_the_nearest_full_is_the_reference(tmp_path: Path) -> None:
     same = load(write_run(tmp_path, records(RIGHT)))
     write_run(tmp_path, records(RIGHT), dtype="bfloat16")
     run = load(write_run(tmp_path, records(RIGHT), "quest"))
-    chosen = reference(run, [load(f.parent) for f in tmp_path.glob("*/run.json")])
+    chosen = reference(run, Neighbours().beside(run))
     assert chosen is not None
     assert chosen.folder == same.folder
     assert reference(same, [run, same]) is None
+
+
+def test_a_report_of_twice_as_many_runs_takes_twice_the_work(results: Path) -> None:
+    """Work is counted in calls; with budgets of one method, twins, copies of Full, and tables without a Full."""
+    full, run = load(next(results.glob("*-full-*"))), load(next(results.glob("*-h2o-*")))
+
+    def calls(count: int) -> int:
+        runs = list[StoredRun]()
+        for number in range(count):
+            config, place = run.config | {"budget": (1 + number) / count}, results / str(number)
+            info = run.info | {"cautions": [f"caution {number}"]}
+            runs += [replace(each, folder=place / each.folder.name) for each in (run, full)]
+            runs.append(replace(run, folder=results / f"h2o-{number}", config=config, info=info))
+            runs.append(replace(run, folder=results / f"seed-{number}", config=config | {"seed": 1 + number}))
+        work = cProfile.Profile()
+        work.runcall(lambda: overview_text(comparisons(runs), ""))
+        return sum(entry.callcount for entry in work.getstats())
+
+    calls(4)  # which fills caches
+    assert calls(48) < 2.2 * calls(24)
 
 
 def test_a_full_of_the_same_code_is_nearer_than_a_longer_one(tmp_path: Path) -> None:

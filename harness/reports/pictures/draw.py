@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -37,24 +38,28 @@ def slug(text: str) -> str:
 
 def pictures(table: Comparison) -> Iterator[tuple[str, str, Figure]]:
     """Yield (title, kind, figure) for each picture of a table; the title is the table's or a
-    run's."""
+    run's. A picture shows at most `figures.MOST` rows, and says which if there are more."""
+    first = table
+    if len(table.entries) > figures.MOST:
+        title = f"{table.title} (the first {figures.MOST} of {len(table.entries)} rows)"
+        first = replace(table, title=title, entries=table.entries[: figures.MOST])
     if any(_difference(entry, table) for entry in table.entries):
         yield table.title, "differences", differences(table)
     if has_frontier(table):
         yield table.title, "frontier", frontier(table)
-    if has_along(table):
-        yield table.title, "along", along(table)
+    if has_along(first):
+        yield table.title, "along", along(first)
     tasks: dict[str, dict[str, list[NeedleScore]]] = defaultdict(dict)
-    for entry in table.entries:
+    for entry in first.entries:
         for task, needles in needles_by_task(entry.run.records).items():
             tasks[task][named(entry)] = needles
     for task, by_run in tasks.items():
         grids = {run: grid(needles) for run, needles in by_run.items()}
         if are_flat(list(grids.values())):
-            yield table.title, f"{task}-heatmap", heatmap_by_run(grids, f"{task}: {table.title}")
+            yield table.title, f"{task}-heatmap", heatmap_by_run(grids, f"{task}: {first.title}")
         else:
             for place, (run, needles) in enumerate(by_run.items(), 1):
-                yield f"{place}-{run}", f"{task}-heatmap", heatmap(needles, f"{run}, {task}: {table.title}")
+                yield f"{place}-{run}", f"{task}-heatmap", heatmap(needles, f"{run}, {task}: {first.title}")
 
 
 def named(entry: ReportRow) -> str:
@@ -66,6 +71,8 @@ def differences(table: Comparison) -> Figure:
     """Draw each row's difference to Full with its interval, best first: the table's claim as one figure."""
     rows = [(*shown, entry) for entry in table.entries if (shown := _difference(entry, table))]
     rows.sort(key=lambda row: row[0])
+    best = f", the best {figures.MOST} of {len(rows)} rows" * (len(rows) > figures.MOST)
+    rows = rows[-figures.MOST :]
     names = [
         named(entry) + " *" * (entry.score_differs or (entry.cost_differs and table.of_perplexity))
         for *_, entry in rows
@@ -90,7 +97,7 @@ def differences(table: Comparison) -> Figure:
     axes.spines[:].set_visible(False)
     figures.plain(axes)
     legend = "with its 95 % interval; * holds after Holm's correction; hollow: p ≥ 0.05"
-    figures.title(figure, table.title, *figures.wrapped(figure, f"difference to Full, {legend}"))
+    figures.title(figure, table.title, *figures.wrapped(figure, f"difference to Full{best}, {legend}"))
     return figure
 
 

@@ -16,6 +16,7 @@ INK, SOFT, GRID, EMPTY = "#222222", "#666666", "#e3e3e3", "#f0f0f0"
 COLOURS = "cividis"  # of a map: even steps, and the same to all eyes
 DPI = 160
 WIDEST = 2400  # pixels
+MOST = 100  # rows or lines of a picture; a taller one is slow to draw and shown nowhere
 
 
 def plain(axes: Axes) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -85,12 +86,13 @@ def is_full(entry: ReportRow) -> bool:
 def front(points: Sequence[tuple[float, float] | None]) -> set[int]:
     """Return the indices of the points (cost, score) on the Pareto front: no other point costs at
     most as much and scores at least as much."""
-    known = [(place, point) for place, point in enumerate(points) if point is not None]
-    return {
-        place
-        for place, (cost, score) in known
-        if not any(x <= cost and y >= score and (x, y) != (cost, score) for _, (x, y) in known)
-    }
+    known = [(point[0], -point[1], place) for place, point in enumerate(points) if point is not None]
+    best, places = (inf, inf), set[int]()
+    for cost, loss, place in sorted(known):
+        if loss < best[1] or (cost, loss) == best:
+            best = cost, loss
+            places.add(place)
+    return places
 
 
 def has_frontier(table: Comparison) -> bool:
@@ -101,10 +103,15 @@ def has_frontier(table: Comparison) -> bool:
 
 def frontier(table: Comparison) -> Figure:
     """Draw a panel for each cost. Full is a dashed line, the Pareto front of complete rows a dotted
-    one. Intervals are drawn if there are at most six methods."""
+    one. Intervals are drawn if there are at most six methods. Of more than `figures.MOST` methods,
+    those that score best have lines."""
     entries = table.entries
     panels = [panel for panel in PANELS if panel.shows(entries)]
-    labels = sorted({entry.label for entry in entries if not is_full(entry)})
+    best: dict[str, float] = {}
+    for entry in entries:
+        if not is_full(entry):
+            best[entry.label] = max(best.get(entry.label, 0), entry.summary["score"]["mean"] or 0)
+    labels = sorted(sorted(best, key=best.__getitem__)[-figures.MOST :])
     crowded = len(labels) > CROWDED
     legend = _legend(sorted({entry.label for entry in entries if is_full(entry)}), labels)
     figure = Figure(figsize=_size(len(panels), legend), layout=ConstrainedLayoutEngine(wspace=0.06))
@@ -120,9 +127,9 @@ def frontier(table: Comparison) -> Figure:
             for cost, row in some
             if row.summary["status"] == "complete"
         ]
-        if best := sorted({pairs[place] for place in front(pairs)}):
+        if reached := sorted({pairs[place] for place in front(pairs)}):
             axes.plot(
-                *zip(*best, strict=True), drawstyle="steps-post", color=figures.SOFT, linewidth=0.9, linestyle=":"
+                *zip(*reached, strict=True), drawstyle="steps-post", color=figures.SOFT, linewidth=0.9, linestyle=":"
             )
         _finish(axes, panel)
     first = figure.axes[0]
@@ -131,7 +138,8 @@ def frontier(table: Comparison) -> Figure:
     low, high = first.get_ylim()
     first.set_ylim(max(-0.03, low), min(1.03, high))
     figure.legend(handles=legend, loc="outside right upper", frameon=False, fontsize=8.5)
-    figures.title(figure, table.title, *([_widths(entries)] if crowded else []))
+    left_out = [f"lines: the best {len(labels)} of {len(best)}; front: of all rows"] * (len(labels) < len(best))
+    figures.title(figure, table.title, *left_out, *([_widths(entries)] if crowded else []))
     return figure
 
 

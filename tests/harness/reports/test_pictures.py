@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -71,7 +72,9 @@ def test_depths_of_a_grid_are_rows_of_their_own_even_where_a_run_broke_off() -> 
     assert needles_by_task([record(), *planted("single", [5.0], lengths=(2048,))]) == {}  # one cell is no map
 
 
-def test_runs_of_one_length_share_a_map_and_others_have_their_own(tmp_path: Path) -> None:
+def test_runs_of_one_length_share_a_map_and_others_have_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, lengths, maps in (("one", (2048,), 1), ("two", (2048, 4096), 2)):
         lines = planted("single", [1.0, 50.0, 88.0], lengths=lengths)
         write_run(tmp_path / name, lines)
@@ -81,6 +84,9 @@ def test_runs_of_one_length_share_a_map_and_others_have_their_own(tmp_path: Path
         if maps == 1:
             assert rows(figures_of_kind[0]) == ["full", "quest 10%"]
             assert texts(figures_of_kind[0]) == ["100", "100", "100", "100", "0", "0"]
+    monkeypatch.setattr(figures, "MOST", 1)  # rows of a picture
+    [heat] = [figure for _, kind, figure in draw.pictures(table_of(tmp_path / "two")) if "heat" in kind]
+    assert "the first 1 of 2 rows" in heat.get_suptitle().replace("\n", " ")
 
 
 def test_files_have_names_of_their_own_however_long_a_label_is(tmp_path: Path) -> None:
@@ -97,7 +103,7 @@ def test_files_have_names_of_their_own_however_long_a_label_is(tmp_path: Path) -
     assert draw.slug("niah lengths=[512, 1024]") == "niah-lengths=512-1024"
 
 
-def test_differences_to_full_are_drawn_best_first(tmp_path: Path) -> None:
+def test_differences_to_full_are_drawn_best_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path, [record(f"e{i}") for i in range(60)])
     for method, right in {"h2o": 0, "quest": 59, "snapkv": 30}.items():
         write_run(tmp_path, [record(f"e{i}", score=float(i < right)) for i in range(60)], method)
@@ -106,6 +112,12 @@ def test_differences_to_full_are_drawn_best_first(tmp_path: Path) -> None:
     points = [line for line in figure.axes[0].lines if line.get_marker() == "o"]
     assert [float(line.get_xdata()[0]) for line in points] == pytest.approx([-1, -0.5, -1 / 60])
     assert [line.get_markerfacecolor() == "white" for line in points] == [False, False, True]
+    monkeypatch.setattr(figures, "MOST", 2)  # rows of a picture
+    pictures = drawn(tmp_path)
+    assert rows(pictures["differences"]) == ["snapkv 10% *", "quest 10%"]
+    assert [text.get_text() for text in pictures["frontier"].legends[0].texts] == ["full", "quest", "snapkv", ANY]
+    best = "the best 2 of 3"
+    assert all(best in pictures[kind].get_suptitle() for kind in ("differences", "frontier"))
 
 
 def test_a_front_is_what_nothing_beats() -> None:
