@@ -101,6 +101,7 @@ class Example:
     stop: tuple[str, ...] = ()
     long_question: bool = False  # the question holds a document, which too_long cuts if the context is too short for it
     max_prompt_tokens: int | None = None  # a longer prompt is cut in the middle, before wrapping (LongBench)
+    halves_apart: bool = False  # what stays of it is decoded half by half, not as one text (LongBench v1)
     data: Mapping[str, Any] = field(default_factory=dict)  # what score and plots need: depth, length, all_classes ...
     further: tuple[Turn, ...] = ()  # the user turns after the first
     unit: str | None = None  # examples of one unit, as of one haystack, count as one in statistics

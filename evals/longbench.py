@@ -236,6 +236,7 @@ class LongBench(Task):
             chat=not data_set.plain,
             stop=("\n",) if name == "samsum" else (),
             max_prompt_tokens=limit,
+            halves_apart=True,
             data={"dataset": name, "length": row.get("length"), "all_classes": row.get("all_classes")},
         )
 

@@ -47,7 +47,7 @@ class LongBenchV2(Task):
     The official chain of thought is two requests: `0shot_cot` brings the reasoning, and `0shot_cot_ans` asks for its
     letter without the document. The second run reads the outputs of the first, whose folder `reasoning` names."""
 
-    version: ClassVar[str] = "1"
+    version: ClassVar[str] = "2"
     seeded: ClassVar[bool] = False
     metric: ClassVar[str] = "accuracy"
     chance: ClassVar[float | None] = 0.25

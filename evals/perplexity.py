@@ -28,7 +28,7 @@ class WikiText2(Task):
     within one window's length count as one. A rest that fills no window is left out. A score must
     lie between 0 and 1, and is exp(-nll); tables show perplexity."""
 
-    version: ClassVar[str] = "2"
+    version: ClassVar[str] = "3"
     seeded: ClassVar[bool] = False
     metric: ClassVar[str] = "perplexity"
     chance: ClassVar[float | None] = None
@@ -67,11 +67,12 @@ class WikiText2(Task):
                 _character_start(ids, at, env.text)
                 for at in (start, start + self.window - self.scored, start + self.window)
             )
+            context, window = (env.text.decode(ids[first:end]) for end in (middle, last))
             yield Example(
                 id=f"wikitext2-{start}",
                 group="wikitext2",
-                context=env.text.decode(ids[first:middle]),
-                references=(env.text.decode(ids[middle:last]),),
+                context=context,
+                references=(window[len(context) :],),  # alone some tokenizers decode it without its first space
                 max_new_tokens=self.scored,
                 chat=False,
                 teacher_forced=True,

@@ -27,7 +27,7 @@ class SCBench(Task):
     requests of their own (`mode`). With `golden` the right answers stand in the conversation, as
     officially, instead of the model's own."""
 
-    version: ClassVar[str] = "1"
+    version: ClassVar[str] = "2"
     seeded: ClassVar[bool] = False
     metric: ClassVar[str] = "SCBench score"
 
@@ -205,9 +205,9 @@ def _split(template: str, known: Mapping[str, str]) -> tuple[str, str]:
 
 def _cut(text: str, limit: int | None, env: TaskEnv) -> tuple[str, int]:
     """Cut the middle out of a text that has more than `limit` tokens: the first and the last
-    `limit` / 2 stay. Return the text and how many tokens are gone."""
+    `limit` / 2 stay, as one text. Return the text and how many tokens are gone."""
     ids = env.text.encode(text)
     if limit is None or len(ids) <= limit:
         return text, 0
     half = max(1, limit // 2)
-    return env.text.decode(ids[:half]) + env.text.decode(ids[-half:]), len(ids) - 2 * half
+    return env.text.decode(ids[:half] + ids[-half:]), len(ids) - 2 * half

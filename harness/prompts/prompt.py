@@ -311,7 +311,8 @@ def _end_of_context(wrapped: str, context: str, question: str, around: Shell) ->
 
 def cut_middle(example: Example, tokenizer: Tokenizer) -> tuple[str, str, int]:
     """Return context, question and the number of tokens cut from an example that is longer than its
-    `max_prompt_tokens`. As in LongBench, the first and the last half of so many tokens stay.
+    `max_prompt_tokens`. The first and the last half of so many tokens stay, decoded as one text, or
+    each half by itself (`Example.halves_apart`).
 
     If the question was cut, what is left of it counts as context."""
     limit = example.max_prompt_tokens
@@ -323,9 +324,13 @@ def cut_middle(example: Example, tokenizer: Tokenizer) -> tuple[str, str, int]:
     if len(ids) <= limit:
         return example.context, example.question, 0
     half = limit // 2
-    user = "".join(tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:half], ids[-half:]))
-    question = example.question if user.endswith(example.question) else ""
-    return user.removesuffix(question), question, len(ids) - 2 * half
+    parts = [ids[:half], ids[-half:]] if example.halves_apart else [ids[:half] + ids[half - limit :]]
+    user = "".join(tokenizer.decode(part, skip_special_tokens=True) for part in parts)
+    question = example.question
+    if not user.endswith(question):  # a tokenizer may normalise its text, the question's, too
+        question = tokenizer.decode(tokenizer(question, verbose=False)["input_ids"], skip_special_tokens=True)
+    question = question if user.endswith(question) else ""
+    return user.removesuffix(question), question, len(ids) - sum(map(len, parts))
 
 
 def shortened(context: str, tokenizer: Tokenizer, cut: Cut) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 
 class CountedText:
@@ -52,3 +53,25 @@ class Words:
 
     def count(self, user: str, prefix: str = "", *, system: str = "", chat: bool = True) -> int:
         return len(self.encode(user)) + len(self.encode(prefix)) + len(self.encode(system))
+
+
+class Bytes:
+    """A token is a byte, so characters may be split between tokens. With `strips` a text loses its first space when it
+    is decoded, as tokenizers in the manner of sentencepiece have it."""
+
+    fingerprint = "bytes"
+
+    def __init__(self, *, strips: bool = False) -> None:
+        self.strips = strips
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": self.encode(text)}
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int], **options: Any) -> str:
+        return bytes(ids).decode(errors="replace").removeprefix(" " * self.strips)
+
+    def count(self, user: str, prefix: str = "", *, system: str = "", chat: bool = True) -> int:
+        return len((user + prefix + system).encode())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import doctest
 import json
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
@@ -19,7 +20,7 @@ from evals import longbench_v2
 from evals.base import Example, MissingData, TaskEnv, TaskError
 from evals.longbench_v2 import LongBenchV2, extract
 from harness.prompts.prompt import cut_middle
-from tests.evals.counting import Words
+from tests.evals.counting import Bytes, Words
 
 OFFICIAL: dict[str, Any] = json.loads(Path(__file__).with_name("longbench_v2_vectors.json").read_text(encoding="utf-8"))
 
@@ -38,16 +39,6 @@ def write(root: Path, rows: list[dict[str, Any]]) -> Path:
 def examples(root: Path, window: int | None = None, **changes: Any) -> list[Example]:
     env = TaskEnv(text=Words(), seed=0, data_root=root, window=window)
     return list(LongBenchV2(**changes).examples(env))
-
-
-class Bytes:
-    """A tokenizer whose tokens are bytes."""
-
-    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
-        return {"input_ids": list(text.encode())}
-
-    def decode(self, ids: list[int], **options: Any) -> str:
-        return bytes(ids).decode()
 
 
 def requests(asked: list[Example]) -> list[list[Any]]:
@@ -79,6 +70,18 @@ def test_prompts_are_the_official_requests(root: Path, tmp_path: Path) -> None:
         examples(root, **answered)
     with pytest.raises(TaskError, match="is no folder of a run"):
         examples(root, **answered | {"reasoning": str(root)})
+
+
+@pytest.mark.parametrize("strips", [False, True])
+def test_a_cut_prompt_is_one_text_as_officially(root: Path, strips: bool) -> None:
+    """Also at odd limits, and where the cut goes through a space or a character."""
+    (long,) = examples(write(root, [OFFICIAL["rows"][0] | {"context": "a b 编译器 " * 99}]))
+    tokenizer, text = Bytes(strips=strips), long.context + long.question
+    ids = tokenizer.encode(text)
+    for limit in range(800, 830):
+        cut = cut_middle(replace(long, max_prompt_tokens=limit), cast(Any, tokenizer))
+        assert cut[0] + cut[1] == tokenizer.decode(ids[: limit // 2] + ids[-limit // 2 :])
+        assert cut[1:] == (long.question, len(ids) - limit)
 
 
 def test_letters_and_the_result_table_are_the_official_ones(root: Path) -> None:

@@ -11,36 +11,23 @@ import pytest
 from evals.base import TaskEnv, TaskError
 from evals.data import Content
 from evals.perplexity import WikiText2, _text
-
-
-class Bytes:
-    """One token a UTF-8 byte: characters may be split between tokens."""
-
-    fingerprint = "bytes"
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, ids: Any) -> str:
-        return bytes(ids).decode(errors="replace")
-
-    def count(self, user: str, prefix: str = "", *, system: str = "", chat: bool = True) -> int:
-        return len((user + prefix + system).encode())
+from tests.evals.counting import Bytes
 
 
 def task(**changes: Any) -> WikiText2:
     return WikiText2(**{"window": 20, "scored": 8, "stride": 8, "samples": None, "revision": "main", **changes})
 
 
-def env(root: Path, window: int | None = None) -> TaskEnv:
-    return TaskEnv(text=Bytes(), seed=0, data_root=root, window=window)
+def env(root: Path, window: int | None = None, *, strips: bool = False) -> TaskEnv:
+    return TaskEnv(text=Bytes(strips=strips), seed=0, data_root=root, window=window)
 
 
-def test_every_token_behind_the_first_context_is_scored_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strips", [False, True])
+def test_every_token_behind_the_first_context_is_scored_once(tmp_path: Path, strips: bool) -> None:
     text = "plain words, then café, 日本語 and 𝔘𝔫𝔦 — to the end of the text"
     (tmp_path / "ppl").mkdir()
     (tmp_path / "ppl" / "wikitext2_test_raw.txt").write_text(text, encoding="utf-8")
-    examples = list(task().examples(env(tmp_path)))
+    examples = list(task().examples(env(tmp_path, strips=strips)))
     scored = "".join(example.references[0] for example in examples)
     assert text.startswith(text[:12] + scored)
     assert len(text.encode()) - len((text[:12] + scored).encode()) < 8

@@ -7,7 +7,8 @@ that the official code (MInference, scbench/eval_utils.py and compute_scores.py;
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ VECTORS: list[dict[str, Any]] = json.loads((HERE / "scbench_vectors.json").read_
 class Chat(Words):
     def count(self, user: str, prefix: str = "", *, system: str = "", chat: bool = True) -> int:
         return super().count(user, prefix) + 5
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return super().decode(ids).removeprefix(" ")  # in the manner of sentencepiece
 
 
 @pytest.fixture
@@ -130,6 +134,7 @@ def test_long_contexts_are_cut_in_the_middle_and_stay_shared(write: Callable[...
     (context,) = {one.context for one in made}
     assert context.startswith("Read the book")
     assert context.endswith("word599")
+    assert not re.search(r"\dword", context)  # the space at the cut
     text = Chat()
     for one in made:
         assert 150 < text.count(one.context + one.question) + one.max_new_tokens + 16 <= 201

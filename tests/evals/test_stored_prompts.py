@@ -49,7 +49,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("wikitext2", {"window": 200, "scored": 50}),
     ("wikitext2", {"window": 200, "scored": 50, "stride": 70, "samples": 5}),
 ]
-LATER = ("apart", "earlier", "long_question")  # fields that came after the prompts were stored
+LATER = ("apart", "earlier", "long_question", "halves_apart")  # fields that came after the prompts were stored
 OUTPUTS = [
     "", "The answer is 18.\nQ: 5?", "#### 1,234", "It is 1234567 and 12345", "in paris\nLondon", "Paragraph 3 段落3",
     "b (B) A", "Eat a sandwich in the park.", "City, Date", "x = y + 1", "张三",

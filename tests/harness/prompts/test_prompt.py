@@ -7,7 +7,7 @@ from datetime import datetime
 from functools import cache
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
@@ -175,7 +175,7 @@ def test_the_split_survives_a_template_that_folds_the_system_text_in() -> None:
 
 def test_longbench_cut_keeps_both_halves_and_finds_the_question_again() -> None:
     tok = tokenizer(bos=True)
-    long = example(context=example().context * 30, max_prompt_tokens=41)
+    long = example(context=example().context * 30, max_prompt_tokens=41, halves_apart=True)
     prompt = render(long, tok, chat="none")
     ids = tok(long.context + long.question)["input_ids"]
     assert prompt.text == tok.decode(ids[:20], skip_special_tokens=True) + tok.decode(
@@ -183,6 +183,16 @@ def test_longbench_cut_keeps_both_halves_and_finds_the_question_again() -> None:
     )
     assert prompt.cut_tokens == len(ids) - 40
     assert tok.decode(prompt.ids[prompt.split :]) == long.question
+
+
+def test_the_question_is_found_again_where_the_tokenizer_normalises_it() -> None:
+    tok = tokenizer()
+    backend = Tokenizer.from_str(tok.backend_tokenizer.to_str())
+    backend.normalizer = normalizers.NFC()  # as Qwen's
+    composing = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=PLAIN)
+    long = example(context=example().context * 30, question=" Quel nume\u0301ro ?", max_prompt_tokens=60)
+    prompt = render(long, composing, chat="none")
+    assert composing.decode(prompt.ids[prompt.split :]) == " Quel num\u00e9ro ?"
 
 
 def test_a_question_that_was_cut_leaves_the_split_at_the_end() -> None:
