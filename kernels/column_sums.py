@@ -36,8 +36,8 @@ def prefill_attention_with_column_sums(q: Tensor, k: Tensor, v: Tensor, scale: f
     for weights in _weights(q, k, scale):
         seen = weights.shape[-1]
         sums[..., :seen] += weights.sum(2)
-        folded = weights.to(v.dtype).view(batch, v.shape[1], -1, seen)
-        out.append((folded @ v[:, :, :seen]).view(batch, heads, -1, dim))
+        folded = weights.view(batch, v.shape[1], -1, seen)
+        out.append((folded @ v[:, :, :seen].float()).view(batch, heads, -1, dim).to(v.dtype))
     return torch.cat(out, 2), sums
 
 
@@ -53,8 +53,8 @@ def _weights(q: Tensor, k: Tensor, scale: float) -> Iterator[Tensor]:
     for block in q.split(max(_LEAST_QUERIES, _WEIGHTS_AT_ONCE // (batch * heads * stored)), dim=2):
         count = block.shape[2]
         first += count
-        logits = block.reshape(batch, groups, -1, dim) @ k[:, :, :first].transpose(-1, -2)
-        logits = logits.view(batch, heads, count, first).float().mul_(scale)
+        logits = block.reshape(batch, groups, -1, dim).float() @ k[:, :, :first].float().transpose(-1, -2)
+        logits = logits.view(batch, heads, count, first).mul_(scale)
         future = torch.ones(count, count, dtype=torch.bool, device=q.device).triu_(1)
         logits[..., first - count :].masked_fill_(future, float("-inf"))
         yield logits.softmax(-1)

@@ -40,7 +40,8 @@ def attention_with_mean(
         own = lse[..., :group].flatten(1)
         read, every = (lse_with_sink(part.flatten(1), sink_logits).view_as(part) for part in (read, every))
         out = with_sink(out, own, sink_logits)
-    covered = (read - every).exp().unsqueeze(-1)
+    # a part of the tokens has no more than all; of large logits in 16 bits the two are rounded differently
+    covered = (read - every).clamp(max=0).exp().unsqueeze(-1)
     value_sum += v
     return with_mean(out, covered, value_sum, count), covered
 

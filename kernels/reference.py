@@ -1,7 +1,7 @@
 """Defines every operation in plain torch; the other backends are tested against it.
 
-Letters in shapes are those of methods/base/. Softmax and its sums run in fp32, whatever the dtype
-of the inputs."""
+Letters in shapes are those of methods/base/. Products, softmax and sums run in fp32, whatever the
+dtype of the inputs: a product of fp16 numbers may be beyond fp16, and bf16 has 8 bits of a logit."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     [B H T D]"""
     batch, heads, new, dim = q.shape
     groups, stored = k.shape[1:3]
-    logits = q.view(batch, groups, -1, new, dim) @ k.unsqueeze(2).transpose(-1, -2)
+    logits = q.view(batch, groups, -1, new, dim).float() @ k.unsqueeze(2).float().transpose(-1, -2)
     future = torch.ones(new, stored, dtype=torch.bool, device=q.device).triu(stored - new + 1)
-    weights = (logits.float() * scale).masked_fill(future, float("-inf")).softmax(-1)
-    return (weights.to(v.dtype) @ v.unsqueeze(2)).view(batch, heads, new, dim)
+    weights = (logits * scale).masked_fill(future, float("-inf")).softmax(-1)
+    return (weights @ v.unsqueeze(2).float()).view(batch, heads, new, dim).to(v.dtype)
 
 
 @by_sequence
@@ -104,7 +104,7 @@ def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> T
     folded = q.view(batch * groups, heads // groups, dim)
     parts = [_parts(s, groups) for s in segments]
     logits = [_products(folded, s, k) for s, (k, _) in zip(segments, parts, strict=True)]
-    joined = (logits[0] if len(logits) == 1 else torch.cat(logits, -1)).float().mul_(scale)
+    joined = (logits[0] if len(logits) == 1 else torch.cat(logits, -1)).mul_(scale)
     sizes = [part.shape[-1] for part in logits]
     for segment, part in zip(segments, joined.split(sizes, -1), strict=True):
         if segment.log_weights is not None:
@@ -112,11 +112,11 @@ def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> T
     shares = joined.softmax(-1)
     if any(segment.log_weights is not None for segment in segments):  # perhaps no token is read
         shares = shares.masked_fill(joined.amax(-1, keepdim=True) == float("-inf"), 0)
-    weights = shares.to(q.dtype).split(sizes, -1)
-    out = torch.bmm(weights[0], parts[0][1].flatten(0, 1))
+    weights = shares.split(sizes, -1)
+    out = torch.bmm(weights[0], parts[0][1].flatten(0, 1).float())
     for weight, (_, v) in zip(weights[1:], parts[1:], strict=True):
-        out = torch.baddbmm(out, weight, v.flatten(0, 1))
-    return out.view(batch, heads, 1, dim)
+        out = torch.baddbmm(out, weight, v.flatten(0, 1).float())
+    return out.view(batch, heads, 1, dim).to(q.dtype)
 
 
 @by_sequence
@@ -153,7 +153,7 @@ def merge_attention_with_lse(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> 
 def _products(folded: Tensor, segment: Segment, k: Tensor) -> Tensor:
     """Multiply the queries with a segment's keys; products with missing keys are minus infinity.
     folded [B*groups g D], for g query heads of a group; k [B groups K D] -> [B*groups g K]"""
-    logits = torch.bmm(folded, k.flatten(0, 1).transpose(1, 2))
+    logits = torch.bmm(folded.float(), k.flatten(0, 1).float().transpose(1, 2))
     return segment.without_missing(logits.unflatten(0, k.shape[:2]), float("-inf")).flatten(0, 1)
 
 
@@ -277,7 +277,7 @@ def row_scores(q: Tensor, x: Tensor) -> Tensor:
     For several sequences, the rows of one may be shorter than C: its queries are then zero in the
     channels that are missing, and the memory after its rows must contain finite numbers, because
     backends read it."""
-    return (q[..., : x.shape[3]] @ x.transpose(-1, -2)).float()
+    return q[..., : x.shape[3]].float() @ x.float().transpose(-1, -2)
 
 
 def live_scores(q: Tensor, x: Tensor | Ragged, live: Tensor) -> tuple[Tensor | Ragged, Tensor]:
@@ -323,7 +323,7 @@ def channel_scores(q: Tensor, x: Tensor, channels: Tensor) -> Tensor:
 
     SparQ (arXiv 2312.04985): x holds the keys one channel per row, so that only r of its D rows are
     read."""
-    return (q.to(x.dtype) @ gather_rows(x, channels)).float()
+    return q.to(x.dtype).float() @ gather_rows(x, channels).float()
 
 
 @by_sequence
@@ -390,7 +390,7 @@ def pq_scores(q: Tensor, centroids: Tensor, codes: Tensor) -> Tensor:
     the results are summed."""
     batch, groups, parts, clusters, width = centroids.shape
     split = q.reshape(batch, groups, -1, parts, width).permute(0, 1, 3, 4, 2)  # [B G m d' g]
-    table = (centroids @ split).float().view(batch * groups * parts * clusters, -1)  # a row per centroid, g wide
+    table = (centroids.float() @ split.float()).view(batch * groups * parts * clusters, -1)  # a row per centroid, g wide
     first = torch.arange(0, table.shape[0], clusters, device=q.device).view(batch, groups, 1, parts)
     picked = table.index_select(0, (codes + first).view(-1)).view(batch, groups, codes.shape[2], parts, -1)
     return picked.sum(3).transpose(2, 3)

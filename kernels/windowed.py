@@ -21,9 +21,9 @@ def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int
     outs, lses = [], []
     for logits, _, keys in _blocks(q, k, scale, first, window):
         lse = logits.logsumexp(-1)
-        weights = logits.sub_(lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_().to(v.dtype)
+        weights = logits.sub_(lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
         folded = weights.view(q.shape[0], v.shape[1], logits.shape[1] * logits.shape[2] // v.shape[1], logits.shape[3])
-        outs.append((folded @ v[:, :, keys]).view(*logits.shape[:3], -1))
+        outs.append((folded @ v[:, :, keys].float()).view(*logits.shape[:3], -1).to(v.dtype))
         lses.append(lse)
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
@@ -55,8 +55,8 @@ def _blocks(q: Tensor, k: Tensor, scale: float, first: int, window: int) -> Iter
         places = first + torch.arange(new, device=q.device)[queries]
         begin = min(max(0, first + queries.start - window + 1), stored)
         keys = slice(begin, max(begin, min(first + queries.stop, stored)))
-        folded = q[:, :, queries].reshape(batch, groups, -1, dim)
-        logits = (folded @ k[:, :, keys].transpose(-1, -2)).float().mul_(scale)
+        folded = q[:, :, queries].reshape(batch, groups, -1, dim).float()
+        logits = (folded @ k[:, :, keys].float().transpose(-1, -2)).mul_(scale)
         logits = logits.view(batch, heads, len(places), keys.stop - keys.start)
         behind = places.unsqueeze(1) - torch.arange(stored, device=q.device)[keys]
         yield logits.masked_fill_((behind < 0) | (behind >= window), float("-inf")), queries, keys

@@ -120,8 +120,8 @@ class LMInfiniteKeep(Keep, capturable=True, of_each={"rope_table": None, "first_
     def _logits(self, q: Tensor, k: Tensor) -> Tensor:
         """Return the products of queries and keys times the layer's scale, q [B H T D], k [B G S D]
         -> [B G g T S], for g query heads of a group."""
-        folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1]) @ k.transpose(-1, -2)
-        return folded.view(*k.shape[:2], self.spec.group, q.shape[2], -1).float() * self.spec.scale
+        folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1]).float() @ k.float().transpose(-1, -2)
+        return folded.view(*k.shape[:2], self.spec.group, q.shape[2], -1) * self.spec.scale
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.rope_table.note_past(self.spec, self.layer.seen)

@@ -48,8 +48,9 @@ class RKVKeep(LastQueries, capturable=True, of_each={}):
         all but the window, [B G others] fp32."""
         assert self.queries is not None
         grouped = self.queries.unflatten(1, (self.spec.num_kv_heads, -1)).transpose(1, 2)  # [B g G w D]
-        logits = torch.stack([q @ self.store.k[:, :, :others].mT for q in grouped.unbind(1)]).amax(0)
-        weights = (logits.float() * self.spec.scale).softmax(-1).mean(2)
+        keys = self.store.k[:, :, :others].float().mT
+        logits = torch.stack([q.float() @ keys for q in grouped.unbind(1)]).amax(0)
+        weights = (logits * self.spec.scale).softmax(-1).mean(2)
         return max_pool1d(weights, self.method.kernel, stride=1, padding=self.method.kernel // 2)
 
 

@@ -100,7 +100,7 @@ class Fidelity:
         prompt, since, spec = self.whole[layer.spec.index].store, self.since[layer.spec.index], layer.spec
         k, v = torch.cat([prompt.k, since.k], 2), torch.cat([prompt.v, since.v], 2)
         q = x.q.view(*k.shape[:2], spec.group, -1)
-        weights = softmax((q @ k.transpose(-1, -2)).float() * spec.scale, spec.sink_logits)  # [B G g N]
+        weights = softmax(q.float() @ k.float().transpose(-1, -2) * spec.scale, spec.sink_logits)  # [B G g N]
         exact = (weights @ v.float()).flatten(2)
         error = (out.view(*k.shape[:2], -1).float() - exact).norm(dim=-1) / exact.norm(dim=-1)
         read, kept = layer.selected_positions(), layer.generated_positions()

@@ -86,7 +86,7 @@ def _mix(
     if sinks is not None:  # each is a token without a value that is always read
         sink = tl.load(sinks + group * HEADS + head, mask=mine, other=0.0).to(tl.float32)
         own, read, every = _sum_of_two(own, sink), _sum_of_two(read, sink), _sum_of_two(every, sink)
-    share = tl.exp(read - every)
+    share = tl.exp(tl.minimum(read - every, 0.0))
     if tl.program_id(1) == 0:
         tl.store(covered + of_head, share, mask=mine)
     mixed = tl.zeros([FOLD, WIDE], tl.float32)

@@ -80,6 +80,35 @@ def test_sums_are_single_precision_whatever_the_inputs() -> None:
     assert_close(sums.sum(-1), torch.full((1, 2), 600.0), atol=0, rtol=5e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_products_beyond_what_16_bits_hold(dtype: torch.dtype) -> None:
+    """Qwen2's keys have biases that large. They shift all logits of a query alike, by up to 180,000."""
+    (q, k, v), scale = (random(seed, 1, heads, 90, 32) for seed, heads in ((1, 4), (2, 2), (3, 2))), 0.2
+    q[..., :2], k[..., :2] = 3, 30_000
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    out, sums = _loop(q, k, v, scale)
+    last, step, near = q[:, :, -1:], [Segment(k[:, :, :40], v[:, :, :40]), Segment(k[:, :, 40:], v[:, :, 40:])], 2e-2
+    lse = (last.double().view(1, 2, 2, -1) @ k.double().mT * scale).logsumexp(-1).view(1, 4)
+    whole = windowed_attention(q.double(), k.double(), v.double(), scale, 0, 90)[1]
+    for backend in ("torch", "sdpa", "cpu"):
+        for op, args, *wanted in (
+            (ops.prefill_attention, (q, k, v, scale), out),
+            (ops.prefill_attention, (q[:, :, 50:], k, v, scale), out[:, :, 50:]),
+            (ops.prefill_attention_with_column_sums, (q, k, v, scale), out, sums),
+            (ops.column_sums, (q, k, scale), sums),
+            (ops.windowed_attention, (q, k, v, scale, 0, 90), out, whole),
+            (ops.windowed_sums, (q, k, whole, scale, 0, 90), sums),
+            (ops.segment_attention, (last, step, scale), out[:, :, -1:]),
+            (ops.segment_attention_with_lse, (last, step, scale), out[:, :, -1:], lse),
+        ):
+            if backend not in op.targets or op.refusal(backend, *args):
+                continue
+            with use_backend(backend):
+                got = op(*args)
+            for one, right in zip([got] if isinstance(got, Tensor) else got, wanted, strict=True):
+                assert_close(one.double(), right.double(), atol=near, rtol=near, msg=f"{op.name} {backend}")
+
+
 NEW, STORED = 700, 6000
 
 
