@@ -390,7 +390,7 @@ def pq_scores(q: Tensor, centroids: Tensor, codes: Tensor) -> Tensor:
     the results are summed."""
     batch, groups, parts, clusters, width = centroids.shape
     split = q.reshape(batch, groups, -1, parts, width).permute(0, 1, 3, 4, 2)  # [B G m d' g]
-    table = (centroids.float() @ split.float()).view(batch * groups * parts * clusters, -1)  # a row per centroid, g wide
+    table = (centroids.float() @ split.float()).flatten(0, 3)  # a row per centroid, g wide
     first = torch.arange(0, table.shape[0], clusters, device=q.device).view(batch, groups, 1, parts)
     picked = table.index_select(0, (codes + first).view(-1)).view(batch, groups, codes.shape[2], parts, -1)
     return picked.sum(3).transpose(2, 3)
