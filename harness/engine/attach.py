@@ -109,7 +109,7 @@ class Attachment:
         method.check_model(self.specs[0])
         method.require_known(self.specs)
         self.prepared, self.prepare_s = self._prepare(calibration)
-        self._unchecked = {"first", "further"}  # kinds of turns in which no return value was checked yet
+        self._unchecked = {"first", "further", "drop"}  # see `Checks`
         self._handed_out: list[LoopUsage] = []
 
     def stage(self, tokens: int) -> int:

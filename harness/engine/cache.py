@@ -8,7 +8,7 @@ of tokens in a forward."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from harness.models.devices import current
 from kernels.step_inputs import StepInputs
 from methods.base import AttnInput, CacheState, KVLayer, NextRow, Piece
 from methods.base.state import StepCounters
-from methods.layers.returned import check_rows
+from methods.layers.returned import check_rows, unwritten
 from methods.tiers.traffic import Traffic
 
 Read = Callable[["KVCache", Tensor], None]  # lets the model read a prompt again, ids [B S]
@@ -310,7 +310,8 @@ class KVCache(Cache):
                 self.watch.prefill(layer, x)
             return out
         self.refuse_prompt(self._arriving)
-        out = self.layers[layer].decode(x)
+        with unwritten(self.layers[layer]) if self.state.checking else nullcontext():
+            out = self.layers[layer].decode(x)
         if self.state.checking:
             self._check_positions(self.layers[layer])
         if self.watch is not None:

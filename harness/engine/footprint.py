@@ -81,12 +81,13 @@ def _held(value: Any, tier: str, visited: set[int]) -> Iterator[tuple[Tensor | P
 
 def changing(value: Any, visited: set[int]) -> Iterator[Tensor]:
     """Yield the tensors reachable from `value` that a decode step may write to: all but those that
-    a store of keys and values names in `steady`, to which steps only append."""
+    a store of keys and values names in `steady`, to which steps only append. (What a step writes
+    there, `KVStore.write` writes to copies.)"""
     if isinstance(value, Tensor):
         yield value
     elif not isinstance(value, (*_PLAIN, *_SHARED)) and id(value) not in visited:
         visited.add(id(value))
-        for inside in list(_held_by(value, getattr(type(value), "steady", ()))):
+        for inside in list(_held_by(value, getattr(value, "steady", ()))):
             yield from changing(inside, visited)
 
 

@@ -127,8 +127,9 @@ class StepCounters:
 @dataclass
 class Checks:
     """Say whether the return values of a method's functions are checked at the moment. They are
-    from the seal of a turn to its end, once in a run for a first turn and once for a further one.
-    `pending` names the kinds of turns still to check, and is shared by all caches of a run."""
+    from the seal of a turn to its end, once in a run for a first turn and once for a further one,
+    and when decoding drops tokens for the first time ("drop"). `pending` names what is still to
+    check, and is shared by all caches of a run."""
 
     pending: set[str] = field(default_factory=set)
     on: bool = False
@@ -137,8 +138,13 @@ class Checks:
         """Turn the checks of what a method's functions return on, if none was made yet in a turn of
         the kind `turn` ("first" or "further"), and off otherwise. It is called when a turn's prompt
         is complete."""
-        self.on = turn in self.pending
-        self.pending.discard(turn)
+        self.on = self.take(turn)
+
+    def take(self, kind: str) -> bool:
+        """Return whether `kind` has not been checked yet; from now on it has."""
+        new = kind in self.pending
+        self.pending.discard(kind)
+        return new
 
 
 @dataclass

@@ -4,6 +4,7 @@ decide what is kept of the prompt and what a decode step reads."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import ClassVar
 
 import torch
@@ -14,6 +15,7 @@ from methods.base import Attended, AttnInput, CacheState, KVLayer, LayerSpec, Me
 from methods.layers.indices import read_together
 from methods.layers.policy import Evict, Keep, Policy
 from methods.layers.read import Read
+from methods.layers.returned import unwritten
 from methods.layers.storage import Bound, Storage
 from methods.pools import PerHeadPool
 from methods.tiers.tier import DEVICE, HOST
@@ -241,12 +243,13 @@ class Layer(Storage, capturable=True):
         count, size = self.store.length - bound.first, bound.kept
         if count < bound.most:
             return
-        if self.method.counts_answer:
-            assert isinstance(self.keeps, Keep)
-            rows, given = self.keeps.keep(size), f"{type(self.keeps).__name__}.keep returned"
-        else:
-            rows = self.attends.keep_generated(count, size)
-            given = f"{type(self.attends).__name__}.keep_generated returned"
+        with unwritten(self) if self.cache.checks.take("drop") else nullcontext():
+            if self.method.counts_answer:
+                assert isinstance(self.keeps, Keep)
+                rows, given = self.keeps.keep(size), f"{type(self.keeps).__name__}.keep returned"
+            else:
+                rows = self.attends.keep_generated(count, size)
+                given = f"{type(self.attends).__name__}.keep_generated returned"
         self.check_rows(given, rows, count, heads=(self.heads,), count=size, ascending=True)
         for policy in self.policies:
             policy.forget(count, rows)

@@ -6,15 +6,37 @@ lie one after the other, so a number that is out of range for one head is a toke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from methods.base import KVLayer
+from methods.pools import KVStore, PerHeadStore
 
 
 class ReturnedError(ValueError):
     """Report that a method's policy (what it decides in one layer) returned what its contract rules
     out: which policy, in which layer, and what it returned."""
+
+
+@contextmanager
+def unwritten(layer: KVLayer) -> Iterator[None]:
+    """Raise `ReturnedError` if a decode step of `layer`, in the block, changes a row that its store
+    holds already, other than by `KVStore.write`."""
+    store = getattr(layer, "store", None)
+    stores = store.stores if isinstance(store, PerHeadStore) else [store] if isinstance(store, KVStore) else []
+    held = [(name, getattr(one, name)[:, :, : one.length]) for one in stores for name in one.steady]
+    before = [rows.clone() for _, rows in held]
+    yield
+    for (name, rows), old in zip(held, before, strict=True):
+        if not torch.equal(rows.view(torch.uint8), old.view(torch.uint8)):
+            method, what = type(getattr(layer, "method", layer)).__name__, "keys" if name == "k_rows" else "values"
+            raise ReturnedError(
+                f"In layer {layer.spec.index} of {method}, a step changed stored {what} in place, so likelihoods, choices "
+                "and shared questions would not find them as they were: write with layer.write(rows, k=..., v=...)."
+            )
 
 
 def check_rows(

@@ -172,6 +172,20 @@ class Storage(KVLayer):
         self.store = KVStore(self.spec, self.cache, k.shape[2] + self.request.capacity - self.seen)
         self.store.append(k, v)
 
+    def write(self, rows: Tensor, *, k: Tensor | None = None, v: Tensor | None = None) -> None:
+        """Write keys k, values v or both [B heads K D] in place of those of the stored tokens rows
+        [B heads K], in the prompt or in a step. They must not be changed otherwise: a cache that goes
+        back to an earlier state, for another question or a likelihood, would keep the change."""
+        for refused, reason in (
+            (self.cache.counters.running, "its policies' class lines say capturable or of_each: leave that out"),
+            (self.method.rows_stay, "it says rows_stay, so conversations would lose them: leave that out"),
+            (isinstance(self.store, PerHeadStore), "heads hold different numbers of them: keep equally many"),
+        ):
+            if refused:
+                raise ValueError(f"{type(self.method).__name__} cannot write keys and values: {reason}.")
+        self.check_rows("layer.write was given", rows, self.store.length, heads=(self.heads,))
+        self.store.write(rows, k, v)
+
     def let_go(self, count: int, rows: Tensor) -> None:
         """Drop the last `count` stored tokens, the generated ones or all, except those that rows
         [B heads K] name, ascending and numbered from the first of these `count`."""

@@ -38,7 +38,7 @@ class KVStore:
     CUDA graph."""
 
     tier: ClassVar[str] = DEVICE
-    steady: ClassVar[tuple[str, ...]] = ("k_rows", "v_rows")  # a step appends to them, and changes no existing row
+    steady: tuple[str, ...] = ("k_rows", "v_rows")  # steps append to them, and have changed no existing row
 
     def __init__(self, spec: LayerSpec, cache: CacheState, capacity: int) -> None:
         request = cache.request
@@ -96,14 +96,32 @@ class KVStore:
         """Count one more token per sequence, which a kernel has written to `next_row` already."""
         self.length += 1
 
+    def write(self, rows: Tensor, k: Tensor | None, v: Tensor | None) -> None:
+        """Write keys k, values v or both [B G K D] in place of those of the tokens rows [B G K]."""
+        for name, x in (("k_rows", k), ("v_rows", v)):
+            if x is not None:
+                self._copy_once(name)
+                held = getattr(self, name)
+                ops.put_rows(held, rows, x.to(held.dtype))
+
+    def _copy_once(self, *names: str) -> None:
+        """Before rows change in place for the first time, replace the tensors `names` by copies: a
+        cache that goes back to an earlier state has its rows in the old ones. States that are saved
+        from then on include the contents of the copies, which are no longer `steady`."""
+        for name in names:
+            if name in self.steady:
+                setattr(self, name, getattr(self, name).clone())
+        self.steady = tuple(name for name in self.steady if name not in names)
+
     def keep_of_last(self, count: int, rows: Tensor) -> None:
         """Drop the last `count` tokens except those that rows [B G K] name, ascending and numbered
-        from the first of these `count`. If these are all tokens, what stays moves to new tensors, so
-        that a cache that goes back to its seal still has its prompt in the old ones."""
+        from the first of these `count`. A cache that goes back to an earlier state finds its tokens
+        again: if these are all, what stays moves to new tensors."""
         start = self.length - count
         if not start:
             self._move(self.k_rows.shape[2], lambda whole: ops.gather_rows(whole, rows))
             return
+        self._copy_once("k_rows", "v_rows")
         at = rows.unsqueeze(-1).expand(-1, -1, -1, self.k_rows.shape[3])
         self.length = start + rows.shape[2]
         for x in (self.k_rows, self.v_rows):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +23,9 @@ from methods.base import AttnInput, Budget, BudgetError, LayerWorkload, Method
 from methods.full import Full
 from methods.layers import Layer
 from methods.layers.batched import alone_because
+from methods.layers.returned import ReturnedError
 from methods.rkv import RKV
-from methods.tova import TOVA
+from methods.tova import TOVA, TOVAKeep
 from tests.methods.synthetic import SHAPES, Sequences, attention
 from tests.tape import Tape
 from tests.tiny import prompt, tiny
@@ -171,12 +172,67 @@ def test_a_cache_goes_back_to_its_seal_with_all_rows(name: str) -> None:
     assert answers[0] == answers[2] != answers[1]
 
 
+class MergeKeep(TOVAKeep):
+    """What goes is merged into the first token: its value is then half the mean of all."""
+
+    method: Merge
+
+    def keep(self, size: int) -> Tensor:
+        rows, v = super().keep(size), self.store.v
+        merged = (v[:, :, :1] + v.mean(2, keepdim=True)) / 2
+        if self.method.how == "write":
+            self.layer.write(rows[..., :1] * 0, v=merged.double())
+            return rows
+        if self.method.how == "copy":
+            self.store.v_rows = self.store.v_rows.clone()
+        self.store.v[:, :, :1] = merged
+        return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge(TOVA):
+    policies = (MergeKeep,)
+
+    how: str = "write"
+
+
 @pytest.mark.tokens
-@pytest.mark.parametrize("name", METHODS)
+def test_a_cache_goes_back_to_values_that_were_merged_since() -> None:
+    """To its seal, and to a step after which values are merged into those of earlier merges."""
+    answers = {}
+    for how in ("copy", "write"):
+        with attached(tiny("llama"), Merge(how=how), budget=0.4) as kv:
+            engine, cache = Engine(kv), kv.cache(capacity=120)
+            logits = engine.prefill(cache, prompt(83), whole=True)
+            cache.seal()
+            tried, saved = [], Snapshot(cache)
+            for _ in range(3):
+                for seed in (1, 2, 1):
+                    made = engine.complete(cache, logits, prompt(5, seed=seed), began=0.0, max_new_tokens=20)
+                    tried.append(made.tokens)
+                    saved.restore()
+                assert tried[-3] == tried[-1] != tried[-2]
+                for token in prompt(4, seed=3)[0]:
+                    engine.decode(token.view(1, 1), cache, None)
+                saved = Snapshot(cache)
+            answers[how] = tried
+    assert answers["copy"] == answers["write"]
+
+
+@pytest.mark.parametrize("budget", [0.4, 100], ids=["first generation", "first that drops"])
+def test_values_that_a_step_changes_in_place_end_the_run(budget: float) -> None:
+    said = pytest.raises(ReturnedError, match=r"In layer 0 of Merge, a step changed stored values.*layer\.write")
+    with attached(tiny("llama"), Merge(how="in place"), budget=budget) as kv, said:
+        for new in (4, 40):
+            Engine(kv).generate(prompt(83), max_new_tokens=new)
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("name", [*METHODS, "merge"])
 def test_sequences_in_slots_get_what_each_gets_alone(name: str) -> None:
     """Each drops rows at steps of its own; where all of it fits, steps are shared."""
     asked = [(prompt(length, seed=length), new) for length, new in ((33, 6), (90, 30), (61, 14), (83, 23))]
-    with attached(tiny("llama"), METHODS[name], budget=46) as kv:
+    with attached(tiny("llama"), {**METHODS, "merge": Merge()}[name], budget=46) as kv:
         engine, batch = Engine(kv), RunningBatch(Engine(kv))
         alone = [engine.generate(ids, max_new_tokens=new).tokens for ids, new in asked]
         slots = [engine.join(batch, ids, max_new_tokens=new) for ids, new in asked]

@@ -13,11 +13,15 @@ from torch import Tensor
 
 from harness.engine.attach import attached
 from harness.engine.engine import Engine
+from methods.adakv import AdaKV
 from methods.base import Budget, CacheState, KVLayer, LayerSpec, Method, Plan
 from methods.layers import Keep, Layer, Policy, PolicyMethod, Read, Select
 from methods.layers.returned import ReturnedError, check_rows
+from methods.snapkv import SnapKV
+from methods.sparq import SparQ
 from methods.tiers.codec import IntCodec
 from tests.fast import niah, run
+from tests.methods.synthetic import SHAPES, Sequences
 from tests.methods.test_contract import NAMES, small, turn
 from tests.tiny import prompt, tiny
 
@@ -214,6 +218,17 @@ def test_every_built_in_method_returns_what_it_should(
                 assert len(looks) == first  # only the first example pays
             if method.uses_budget:
                 assert {int(whose.split()[2].rstrip(",")) for whose in looks} >= {1, 2}  # layers that are never dense
+
+
+def test_a_write_that_would_be_lost_is_refused() -> None:
+    refused: dict[str, Method] = {"capturable or of_each": SnapKV(), "rows_stay": SparQ(), "equally many": AdaKV()}
+    for reason, method in refused.items():
+        s = Sequences(SHAPES[1], 60)
+        layer: Any = s.start(method, 45)[0]
+        s.seal([layer], 0, 60)
+        layer.cache.counters.running = reason.startswith("capturable")
+        with pytest.raises(ValueError, match=f"^{type(method).__name__} cannot write keys and values: .*{reason}"):
+            layer.write(torch.zeros(2, 2, 1).long(), k=torch.zeros(2, 2, 1, s.shape.dim))
 
 
 class TwiceKeep(MyKeep):
