@@ -34,8 +34,8 @@ def unwritten(layer: KVLayer) -> Iterator[None]:
         if not torch.equal(rows.view(torch.uint8), old.view(torch.uint8)):
             method, what = type(getattr(layer, "method", layer)).__name__, "keys" if name == "k_rows" else "values"
             raise ReturnedError(
-                f"In layer {layer.spec.index} of {method}, a step changed stored {what} in place, so likelihoods, choices "
-                "and shared questions would not find them as they were: write with layer.write(rows, k=..., v=...)."
+                f"In layer {layer.spec.index} of {method}, a step changed stored {what} in place, so likelihoods, "
+                "choices and shared questions would not find them again: write with layer.write(rows, k=..., v=...)."
             )
 
 
