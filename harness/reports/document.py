@@ -26,8 +26,10 @@ from harness.reports.overview import ALARM, all_lines, lines
 from harness.reports.overview import WIDTH as OVERVIEW_WIDTH
 from harness.reports.rerun import command
 from harness.terminal.notices import visible
-from harness.terminal.tables import WIDTH, Column, markdown_table, text_table
+from harness.terminal.tables import WIDTH, Column, in_markdown, markdown_table, text_table
 
+IN_LATEX = str.maketrans({char: f"\\{char}" for char in "&%$#_{}"})  # of a name that may hold any character
+IN_LATEX |= str.maketrans({"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"})
 NAMES = 2  # columns that name a row
 RED, PLAIN = "\033[1;31m", "\033[0m"
 LIKELIHOOD = (
@@ -121,15 +123,16 @@ def as_markdown(tables: Sequence[Comparison], compared: Sequence[Comparison] = (
     """Return all tables as Markdown; a red square marks alarms."""
     parts = []
     for table in tables:
-        parts += [f"### {table.title}\n"]
-        parts += [f"- {'🟥 ' * line.startswith(ALARM)}{line}" for line in [*all_lines(table), *conditions(table)]]
+        parts += [f"### {in_markdown(table.title)}\n"]
+        said = [*all_lines(table), *conditions(table)]
+        parts += [f"- {'🟥 ' * line.startswith(ALARM)}{in_markdown(line)}" for line in said]
         parts += [_markdown(shown) for shown in report_tables(table)]
     return "\n".join([*parts, *(_markdown(_against(table)) for table in compared)]) + "\n"
 
 
 def _markdown(table: ReportTable) -> str:
-    below = "\n".join(f"- {note}" for note in table.notes if note)
-    return f"\n#### {table.caption}\n\n{markdown_table(table.columns)}\n\n{below}"
+    below = "\n".join(f"- {in_markdown(note)}" for note in table.notes if note)
+    return f"\n#### {in_markdown(table.caption)}\n\n{markdown_table(table.columns)}\n\n{below}"
 
 
 def as_latex(tables: Sequence[Comparison], compared: Sequence[Comparison] = ()) -> str:
@@ -148,19 +151,19 @@ def _latex(table: ReportTable, caption: str) -> str:
 
     shown = [column for column in table.columns if not column.empty]
     heads = [" ".join([*column.head.split(), *[f"({column.unit})"] * bool(column.unit)]) for column in shown]
-    rows = pd.DataFrame(list(zip(*(column.cells for column in shown), strict=True)), columns=heads)
+    rows = pd.DataFrame(list(zip(*(map(visible, column.cells) for column in shown), strict=True)), columns=heads)
     float_of = rows.to_latex(
         index=False,
         escape=True,
         column_format="".join("l" if column.left else "r" for column in shown),
-        caption=re.sub(r"([&%$#_{}])", r"\\\1", caption),
+        caption=visible(" ".join(caption.split())).translate(IN_LATEX),
         label=f"tab:{re.sub(r'[^a-z0-9]+', '-', caption.lower()).strip('-')}",
     )
     return "\n".join([*map(_comment, filter(None, table.notes)), str(float_of)])
 
 
 def _comment(text: str) -> str:
-    return f"% {' '.join(text.split())}"
+    return f"% {visible(' '.join(text.split()))}"
 
 
 def shows_colour(stream: TextIO) -> bool:

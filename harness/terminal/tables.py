@@ -5,6 +5,7 @@ Cells are strings; a column names its unit in its header.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
@@ -75,8 +76,14 @@ def markdown_table(columns: Sequence[Column]) -> str:
     heads = [f"{column.head} ({column.unit})" if column.unit else column.head for column in kept]
     sides = [":--" if column.left else "--:" for column in kept]
     rows = zip(*(column.cells for column in kept), strict=True)
-    lines = [[head.replace("\n", " ") for head in heads], sides, *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(map(in_markdown, line)) + " |" for line in (heads, sides, *rows))
+
+
+def in_markdown(text: str) -> str:
+    """Return a text, as a name that a run recorded, as one line of Markdown in which it begins no
+    cell and no HTML tag."""
+    line = visible(" ".join(text.split())).replace("|", "\\|")
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", line)
 
 
 def scaled(values: Sequence[float | None], units: Scale) -> tuple[list[str], str]:

@@ -56,5 +56,22 @@ def test_no_command_prints_them(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert controls(out + err) == set(), words
 
 
+def test_names_are_no_markup_in_files(tmp_path: Path) -> None:
+    name = f"<script>alert(1)</script>\n\n## x | y \\input z {NASTY}"
+    facts = {
+        "task_info": {"metric": name, "version": "1"},
+        "presets": {"method": name, "task": name},
+        "cautions": [name],
+    }
+    write_run(tmp_path / "runs", [record(group=name, warnings=[name])], facts=facts)
+    files = {end: tmp_path / f"page.{end}" for end in ("md", "tex")}
+    assert report.main([str(tmp_path / "runs"), f"--html={tmp_path}", *(f"--{end}={files[end]}" for end in files)]) == 0
+    markdown, latex, html = (path.read_text() for path in (*files.values(), tmp_path / "index.html"))
+    assert controls(markdown) == controls(latex) == set()
+    assert "<script>alert" not in markdown + html
+    assert "\n## x" not in markdown
+    assert "\\input" not in "".join(line for line in latex.splitlines() if not line.startswith("%"))
+
+
 def test_neither_do_errors() -> None:
     assert controls(sentence(ValueError(f"no such {NASTY}"))) == set()
