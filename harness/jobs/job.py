@@ -180,8 +180,9 @@ class Job:
         """Return the pair of the loaded model and this job's method (see `attach`). `info` is
         run.json: parameters that the method measured on this machine when the run began stand there
         (`measured`) and are used again on resuming, because other values would give other
-        answers."""
-        method = replace(self.method, **info.get("measured", {}))  # type: ignore[type-var]
+        answers. A method that measures nothing takes nothing from there, since a parameter may name code (kvpress)."""
+        measures = type(self.method).measured is not Method.measured
+        method = replace(self.method, **(info.get("measured", {}) if measures else {}))  # type: ignore[type-var]
         return attach(loaded, method, self.budget, self.settings)
 
     # the folder

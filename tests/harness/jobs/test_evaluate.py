@@ -24,7 +24,7 @@ from methods.streaming import Streaming
 from tests import forks
 from tests.failures import third_record_fails
 from tests.fake_records import rewrite
-from tests.fast import MODEL, MODEL_ARGS, PQ, TASK_ARGS, niah
+from tests.fast import MODEL, MODEL_ARGS, PQ, STREAMING, TASK_ARGS, niah
 from tests.forks import Forked
 
 both = pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
@@ -189,6 +189,14 @@ def test_what_was_timed_on_this_machine_is_written_down_and_kept(tmp_path: Path)
     assert read_json(again.folder / "run.json")["measured"] == other
     repeated = run(tmp_path, replace(PQ, **other), baseline="off")
     assert [record.tokens for record in repeated.records] == [record.tokens for record in again.records]
+
+
+def test_a_method_that_times_nothing_takes_no_parameter_from_the_folder(tmp_path: Path) -> None:
+    """One of kvpress names code."""
+    finished = run(tmp_path, STREAMING, budget=0.2, baseline="off")
+    rewrite(finished.folder, measured={"no_such_parameter": "planted.Press"})
+    (finished.folder / "examples.jsonl").unlink()
+    assert len(run(tmp_path, STREAMING, budget=0.2, baseline="off").records) == len(finished.records)
 
 
 @pytest.mark.tokens
