@@ -79,7 +79,8 @@ def spelled(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if not isinstance(value, str) or (BARE.fullmatch(value) and not _is_other(value)):
         return str(value)
-    escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)
+    literal = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # or OmegaConf puts in another value, as of ${oc.env:HOME}
+    escaped = re.sub(r'(\\*)"', r'\1\1\\"', literal)
     return '"' + re.sub(r"(\\+)$", r"\1\1", escaped) + '"'
 
 
