@@ -55,6 +55,8 @@ class Run:
     """
 
     def __init__(self, folder: Path, lock: FolderLock, digest: str, config: Mapping[str, Any]) -> None:
+        if (folder / EXAMPLES).is_symlink():
+            raise StoreError(f"{folder / EXAMPLES} is a link, and what it leads to is not written: put a file there")
         remove_abandoned(folder)
         self.folder, self._lock = folder, lock
         files.drop_half_line(folder / EXAMPLES)

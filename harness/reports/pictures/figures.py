@@ -12,6 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image  # matplotlib's own dependency
 
+from kernels.temporary import replacing
+
 INK, SOFT, GRID, EMPTY = "#222222", "#666666", "#e3e3e3", "#f0f0f0"
 COLOURS = "cividis"  # of a map: even steps, and the same to all eyes
 DPI = 160
@@ -60,10 +62,12 @@ def png(figure: Figure) -> bytes:
 def save(figure: Figure, path: Path) -> tuple[Path, Path]:
     """Write the figure as PNG to `path` and as PDF with the same name; return both paths."""
     printed, vector = BytesIO(), path.with_suffix(".pdf")
-    path.write_bytes(png(figure))
+    with replacing(path) as file:  # not through a link that a folder of somebody else's has there
+        file.write(png(figure))
     with rc_context({"pdf.fonttype": 42}):  # TrueType: publishers refuse matplotlib's Type 3
         figure.savefig(printed, format="pdf", bbox_inches="tight", pad_inches=0.1, metadata={"CreationDate": None})
-    vector.write_bytes(printed.getvalue())  # in memory first: matplotlib makes another error of a full disk
+    with replacing(vector) as file:
+        file.write(printed.getvalue())  # in memory first: matplotlib makes another error of a full disk
     return path, vector
 
 

@@ -55,7 +55,11 @@ def test_depths_that_lie_anywhere_share_ten_bins_and_nothing_is_cut(tmp_path: Pa
     figure = heatmap(needles, "a title " * 30)
     assert rows(figure) == [f"{10 * i}-{10 * i + 10}" for i in range(10)]
     assert texts(figure) == ["50"] * 6  # two of the four share a cell, at each length
+    other = tmp_path / "somebody's"
+    other.write_text("stays")
+    (tmp_path / "x.png").symlink_to(other)
     path, vector = figures.save(figure, tmp_path / "x.png")
+    assert other.read_text() == "stays"
     pixels = np.asarray(Image.open(path).convert("RGB"))
     assert path.stat().st_size < 200_000
     for edge in (pixels[:3], pixels[-3:], pixels[:, :3], pixels[:, -3:]):

@@ -212,3 +212,13 @@ def test_a_waiter_goes_on_where_a_killed_holder_stopped(tmp_path: Path, writer: 
         assert waiting.wait() == 0, said.read()
     stored = load(find([tmp_path])[0])
     assert (stored.status, [r.id for r in stored.records]) == ("complete", list("abcd"))
+
+
+def test_records_are_not_written_through_a_link(tmp_path: Path) -> None:
+    examples, other = write_run(tmp_path, [record("a")]) / "examples.jsonl", tmp_path / "somebody's"
+    other.write_text("half a line stays")
+    examples.unlink()
+    examples.symlink_to(other)
+    with pytest.raises(StoreError, match="is a link"):
+        write_run(tmp_path, [record("a")])
+    assert other.read_text() == "half a line stays"
