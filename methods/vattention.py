@@ -88,7 +88,7 @@ class VAttentionRead(Select, capturable=True):
         wanted = self.method.sample_size(terms.masked_fill(exact.unsqueeze(2), 0), known, among).amax(2, keepdim=True)
         size = wanted.clamp(max=top - heavy)
         self.cache.traffic.samples += wanted.numel()
-        self.cache.traffic.tally_each("capped", (wanted > size).sum((1, 2)))
+        self.cache.traffic.tally("capped", (wanted > size).sum())
         place = torch.arange(top - heavy, device=q.device)
         counts = (place < size) & ~exact
         first = first_places(torch.where(counts, drawn, -1))
