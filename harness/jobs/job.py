@@ -22,7 +22,7 @@ from harness.jobs.examples import PreparedExample, Prompts, prompts_of
 from harness.jobs.machine import check_machine, free_here, refuse
 from harness.jobs.memory import CacheSpec, MemoryForecast, needed, size
 from harness.jobs.model_check import check_against_generate
-from harness.jobs.resolve import codec_of, resolve, resolve_for_examples
+from harness.jobs.resolve import chunked, codec_of, resolve, resolve_for_examples
 from harness.models.base import ARCHITECTURES, LoadedModel, ModelError, ModelSource, is_loaded, load
 from harness.prompts.prompt import calibration_text
 from harness.prompts.repeating import repeat_prompts
@@ -236,7 +236,7 @@ class Job:
             "num_expected": len(self.items) + len(self.prompts.left_out),
             "weights": described.weights,
             "quantised": described.quantised and described.quantised.held(self.settings.dtype),
-            "cautions": [described.caution] if described.caution else [],
+            "cautions": [*filter(None, [described.caution]), *chunked(self.settings, self.method)],
             "budget_use": {
                 "paper_leaves_out": self.method.paper_differs,
                 "counts": "prompt and answer" if self.method.counts_answer else "prompt",

@@ -41,7 +41,7 @@ class Resolved:
     """Method, settings and budget of a run, as the engine takes them. The settings `comm` (what
     scoring may move per step) and `windows` (the first and last tokens that are always read) are
     null here, because they have been turned into parameters of `method`. `notes` are sentences on
-    settings that change nothing."""
+    settings that change nothing, or answers where one would not think so."""
 
     method: Method
     settings: Settings
@@ -158,10 +158,20 @@ def _idle(settings: Settings, method: Method) -> Iterator[tuple[dict[str, Any], 
         yield {"shared_prefill": False}, "whose prefill is not Full's, so that it runs by itself"
 
 
+def chunked(settings: Settings, method: Method) -> Iterator[str]:
+    """Yield a sentence if chunks of a prompt change what the method computes."""
+    if settings.prefill_chunk is not None and not method.dense_prefill:
+        yield (
+            f"prefill_chunk={settings.prefill_chunk} changes what {type(method).__name__} computes of longer prompts: "
+            "each chunk attends by the budget of the tokens so far"
+        )
+
+
 def _notes(wanted: Settings, method: Method) -> Iterator[str]:
     """Yield a sentence for each setting that the user changed and that changes nothing for the
-    method."""
+    method, and for chunks that change its answers."""
     usual = Settings()
+    yield from chunked(wanted, method)
     for neutral, why in _idle(wanted, method):
         asked = {key: attrgetter(key)(wanted) for key in sorted(neutral)}
         names = [key for key, value in asked.items() if value not in (neutral[key], attrgetter(key)(usual))]

@@ -20,6 +20,8 @@ from harness.results.files import read_json
 from harness.results.records import StoreError
 from harness.results.run_folder import StoredRun
 from methods.full import Full
+from methods.infllm import InfLLM
+from methods.lm_infinite import LMInfinite
 from methods.streaming import Streaming
 from tests import forks
 from tests.failures import third_record_fails
@@ -235,6 +237,16 @@ def test_overlap_is_on_by_default_only_where_a_gpu_gains_by_it(monkeypatch: pyte
     assert [resolved(overlap) for overlap in ("auto", "off", "on")] == ["off", "off", "on"]
     monkeypatch.setattr("harness.models.devices.OVERLAP_HELPS", {"PQCache"})
     assert [resolved(overlap) for overlap in ("auto", "off", "on")] == ["on", "off", "on"]
+
+
+def test_chunks_that_change_answers_are_said_at_the_start_and_in_the_table(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for method, chunk, changed in ((InfLLM(), 64, 1), (LMInfinite(), 64, 1), (InfLLM(), None, 0), (STREAMING, 64, 0)):
+        settings = Settings(results=Results(root=str(tmp_path)), prefill_chunk=chunk, baseline="off")
+        said = Job.plan(method, niah(), MODEL, settings).facts()["cautions"]
+        sentence = f"prefill_chunk={chunk} changes what {type(method).__name__} computes of longer prompts"
+        assert sum(sentence in words for words in (*said, capsys.readouterr().err)) == 2 * changed
 
 
 def test_a_limit_that_is_the_examples_own_is_no_other_run() -> None:
