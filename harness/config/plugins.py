@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
+from functools import cache
 from importlib import import_module
 from math import isfinite
 from pathlib import Path
@@ -55,12 +56,18 @@ def build_recorded(config: Any, kind: str, config_dirs: Sequence[Path] = ()) -> 
     """Return the plug-in that a results folder describes. Whoever wrote that folder chose the class, and importing a
     module runs it, so the class must be one that a yaml file of conf/ or of `config_dirs` names."""
     target = config.get(TARGET) if isinstance(config, Mapping) else config
-    if target not in [entry.target for entry in entries(kind, (CONF, *config_dirs))]:
+    if target not in _targets(kind, (CONF, *config_dirs)):
         raise PluginError(
             f"{kind}.{TARGET}={target} is in no file of conf/{kind}, and what records alone name is not imported: if "
             f"you trust it, add --config-dir=FOLDER, where FOLDER/{kind}/NAME.yaml names it."
         )
     return build(config, kind)
+
+
+@cache
+def _targets(kind: str, folders: Sequence[Path]) -> list[str | None]:
+    """Return the classes that yaml files of a group name; cached, because each run of a report may ask."""
+    return [entry.target for entry in entries(kind, folders)]
 
 
 @contextmanager
