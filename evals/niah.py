@@ -95,7 +95,7 @@ class Niah(Task):
         if self.buffer is None:  # pieces tokenised apart may join into a token more or less
             over = env.text.count(before + context + question, prefix, system=self.system) - length
             if over > 0:
-                context, at = self._context(env, tokens, planted, length - over, depth)
+                context, at = self._context(env, tokens, planted, length, depth, over)
         return Example(
             id=f"{self.needle}/{length}/{depth:g}/{turn}",
             group=f"{self.needle}/{length}",
@@ -116,13 +116,13 @@ class Niah(Task):
         )
 
     def _context(
-        self, env: TaskEnv, tokens: Sequence[int], planted: Planted, length: int, depth: float
+        self, env: TaskEnv, tokens: Sequence[int], planted: Planted, length: int, depth: float, over: int = 0
     ) -> tuple[str, int]:
         """Return the haystack with its needle at `depth` percent, and the number of the token
         before which the needle went in. `length`: tokens of the whole prompt, for which `tokens`
-        are cut. Raises `TaskError` where there is too little room."""
+        are cut, by `over` more. Raises `TaskError` where there is too little room."""
         needle = env.text.encode(planted.text)
-        room = length - self._frame(env, planted) - len(needle)
+        room = length - over - self._frame(env, planted) - len(needle)
         if room < 16:
             raise TaskError(
                 f"task.lengths={length} leaves {max(0, room)} tokens for the haystack beside the template and the "

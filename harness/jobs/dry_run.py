@@ -35,6 +35,7 @@ def show(job: Job) -> None:
         *([("contexts", f"{len(contexts)}, each prefilled once")] if settings.questions == "shared" else ()),
         *([("thoughts", f"of at most {_range(thoughts)} tokens before the answers")] if thoughts else ()),
         ("window", f"{info.limit} tokens{info.limit_because}"),
+        *(("caution", text) for text in job.facts()["cautions"]),
         ("weights", f"{size(info.weight_bytes(settings.dtype))} in {settings.dtype} ({info.name})"),
         ("budget", _budget(job)),
         ("KV cache", _bytes(job)),

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, tzinfo
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import cycle
 from threading import Lock
 from types import MappingProxyType
@@ -99,6 +99,7 @@ class Tools:
         self.tokenizer = tokenizer
         self.chat = chat
         self.keywords = keywords
+        self._shell = cache(partial(shell, tokenizer, keywords=keywords))  # which refuses what would be counted wrongly
 
     @cached_property
     def fingerprint(self) -> str:
@@ -122,6 +123,7 @@ class Tools:
         """Return the number of tokens of the whole prompt, without a BOS that the tokenizer
         adds."""
         template = chat and self.chat == "template"
+        self._shell(system=system, template=template, earlier=tuple(earlier))
         text = wrap(self.tokenizer, user, system, self.keywords, template=template, earlier=earlier)
         return len(self.encode(text + prefix))
 
@@ -293,6 +295,8 @@ def shell(
     head, probe, tail = wrapped.rpartition(PROBE)
     if not probe:
         raise PromptError("The chat template changes the user's text: set chat=none, or use another model.")
+    if PROBE in head and not any(PROBE in text for text in (system, *earlier)):
+        raise PromptError("The chat template writes the user's text twice: set chat=none, or correct the template.")
     return Shell(head, tail)
 
 

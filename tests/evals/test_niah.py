@@ -6,6 +6,7 @@ import doctest
 import hashlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,10 @@ def test_a_length_without_room_names_the_smallest() -> None:
         list(niah(lengths=[30]).examples(env()))
     least = int(re.findall(r"at least (\d+)", str(error.value))[0])
     assert list(niah(lengths=[least]).examples(env()))
+    twice = CountedText()
+    twice.count = lambda *texts, **more: 2 * CountedText.count(twice, *texts, **more)  # type: ignore[method-assign]
+    with pytest.raises(TaskError, match="task.lengths=150 leaves"):  # which holds the frame, but not what fills it
+        list(niah(lengths=[150]).examples(replace(env(), text=twice)))
 
 
 def test_a_number_of_depths_is_even_steps_of_tenths() -> None:

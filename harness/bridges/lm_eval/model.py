@@ -103,8 +103,9 @@ def ready(words: Mapping[str, Any], config_dir: str | None = None) -> tuple[Load
     except SettingsError as error:  # the advice names an option of our own command
         raise SettingsError(str(error).replace("--config-dir", "config_dir", 1)) from error
     check_machine(wanted)
-    resolved = resolve(wanted, given, source.describe())
-    for note in resolved.notes:
+    described = source.describe()
+    resolved = resolve(wanted, given, described)
+    for note in filter(None, [*resolved.notes, described.caution]):
         say_once(note)
     settings = resolved.settings
     if settings.threads is not None:
@@ -313,6 +314,7 @@ class KVHarnessLM(TemplateLM):
     def get_model_info(self) -> dict[str, Any]:
         """Return what lm-eval records about the model, besides the words of `--model_args`."""
         model, attachment = self.loaded.model, self.engine.attachment
+        from_file = FROM_FILE.format(self.from_file) if self.from_file else None
         return {
             "model_num_parameters": model.num_parameters(),
             "model_dtype": str(model.dtype),
@@ -325,7 +327,7 @@ class KVHarnessLM(TemplateLM):
             "kv_cut_left": self.cut_left,
             "kv_fell_back": dict(alike(list(self.fell_back.elements()))),
             **({"kv_cut_thoughts": self.cut_thoughts} if self.marks else {}),
-            **({"kv_caution": FROM_FILE.format(self.from_file)} if self.from_file else {}),
+            "kv_cautions": list(filter(None, [self.source.describe().caution, from_file])),
         }
 
     def _run(self, texts: Iterator[Any], what: str, count: int, quiet: bool) -> Iterator[tuple[Any, Any]]:

@@ -298,8 +298,9 @@ def test_a_file_of_use_cache_gives_each_method_its_own_answers(tmp_path: Path) -
             for kind, requests in lists.items():
                 assert getattr(kept, kind)(requests) == getattr(own, kind)(requests)
         assert (lm.requests, lm.from_file, again.requests, again.from_file) == (6, 0, 0, 6)
-        assert "kv_caution" not in lm.get_model_info()
-        assert again.get_model_info()["kv_caution"].startswith("6 answers are from")
+        assert lm.get_model_info()["kv_cautions"] == []
+        [caution] = again.get_model_info()["kv_cautions"]
+        assert caution.startswith("6 answers are from")
     lm, kept.lm.loaded = again, replace(again.loaded, revision="of weights that were changed")
     CachingLM(lm, str(tmp_path / "kept.db")).loglikelihood(CHOICES[:3])
     assert lm.requests == 3

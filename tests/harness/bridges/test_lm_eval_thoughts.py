@@ -55,6 +55,8 @@ def test_thoughts_are_taken_out_as_by_their_own_model(kind: str, tmp_path: Path)
 @pytest.mark.parametrize("kind", KINDS)
 def test_stop_strings_act_behind_the_thought(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scripted(tmp_path / "model", kind)
+    further = ours(tmp_path / "model", **{"model.window": 10**6})
+    assert "model.window=1000000 goes beyond" in str(further.get_model_info()["kv_cautions"])
     lm = ours(tmp_path / "model", enable_thinking=True)  # the template shows the end mark
     with pytest.raises(SettingsError, match="only with --apply_chat_template"):
         lm.generate_until([Instance("generate_until", {}, ("Where?", {"until": [], "max_gen_toks": 4}), 0)])

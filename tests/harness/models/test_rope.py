@@ -187,6 +187,8 @@ def test_the_command_line_takes_it(cli: Cli, saved: Saved, tmp_path: Path, capfd
     words += ["task.lengths=[400]", "task.max_new_tokens=4"]
     code, _, err = cli(*words)
     assert (code, "64" in err) == (1, True)  # tokens are all that the model takes
+    shown = cli(*words, "model.window=512", "dry_run=true")[1]  # what the run will say
+    assert f"caution   model.window=512 goes beyond the {LENGTH} tokens" in shown
     assert f"8 x {LENGTH}" in cli(*words, "model.rope={rope_type: yarn, factor: 8}", "task.lengths=[600]")[2]
     code, out, err = cli(*words, "model.rope={rope_type: yarn, factor: 8}")
     assert (code, "goes beyond" in out + err) == (0, False), err

@@ -104,6 +104,10 @@ def test_what_a_template_cannot_do_is_said() -> None:
         render(example(), tokenizer(None), chat="template")
     with pytest.raises(PromptError, match="changes the user's text"):
         render(example(), tokenizer(PLAIN.replace("m['content']", "m['content'] | upper")), chat="template")
+    twice = tokenizer(PLAIN.replace("m['content']", "m['content'] ~ m['content']"))
+    with pytest.raises(PromptError, match="The chat template writes the user's text twice: set chat=none"):
+        Tools(twice, "template").count("which a task asks first, to fill a length")
+    assert Tools(twice, "none").count("a") == Tools(twice, "template").count("a", chat=False)
 
 
 CLOCKS = {
