@@ -53,7 +53,7 @@ def test_a_length_without_room_names_the_smallest() -> None:
     assert list(niah(lengths=[least]).examples(env()))
     twice = CountedText()
     twice.count = lambda *texts, **more: 2 * CountedText.count(twice, *texts, **more)  # type: ignore[method-assign]
-    with pytest.raises(TaskError, match="task.lengths=150 leaves"):  # which holds the frame, but not what fills it
+    with pytest.raises(TaskError, match=r"task\.lengths=150 leaves"):  # which holds the frame, but not what fills it
         list(niah(lengths=[150]).examples(replace(env(), text=twice)))
 
 
