@@ -297,11 +297,16 @@ def _files_that_were_read(error: BaseException | None) -> list[str]:
             if "packaged_modules" in frame.f_code.co_filename and "file" in frame.f_locals:
                 return [str(frame.f_locals["file"])]
             if frame.f_code.co_name == "load_dataset":
-                given = frame.f_locals.get("data_files") or ()
-                parts = given.values() if isinstance(given, Mapping) else [given]
-                asked = [str(one) for part in parts for one in ([part] if isinstance(part, str) else part)]
+                asked = names_of(frame.f_locals.get("data_files"))
         error = error.__cause__
     return asked
+
+
+def names_of(data_files: Any) -> list[str]:
+    """Return the files in the `data_files` of `datasets`: a name, a list of names, or either for each
+    split."""
+    parts = data_files.values() if isinstance(data_files, Mapping) else [data_files or ()]
+    return [str(one) for part in parts for one in ([part] if isinstance(part, str) else part)]
 
 
 _HALF = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which JSON can spell and no tokenizer takes

@@ -16,15 +16,17 @@ from functools import cache
 from hashlib import sha256
 from importlib.metadata import version as installed
 from importlib.util import find_spec
+from itertools import chain
 from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from evals.base import Example, Score, Task, TaskEnv, TaskError, read_choices
-from evals.data import CORRECT, data_errors_in_a_sentence, no_answer
+from evals.data import CORRECT, data_errors_in_a_sentence, names_of, no_answer
 
 SHOTS_SEED = 1234  # the seed with which lm-eval's command draws few shots
 SCORING = ("metric_list", "filter_list", "process_results", "doc_to_target", "doc_to_choice", "target_delimiter")
+_STATES: dict[tuple[Any, ...], dict[str, tuple[int, int]]] = {}  # times and sizes of the files of each task asked for
 ELSEWHERE = "ask it by `kv-harness lm-eval run` instead"
 
 
@@ -77,6 +79,7 @@ class LmEval(Task):
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         self.require(env.data_root)
+        self._forget_what_changed()
         for leaf in self._leaves():
             config = leaf.task.config
             revision = _revision(leaf.docs)
@@ -101,8 +104,23 @@ class LmEval(Task):
     def provenance(self) -> dict[str, Any]:
         return {"lm_eval": installed("lm_eval"), "tasks": dict(self._opened)}
 
+    @property
+    def _asked(self) -> tuple[Any, ...]:
+        return self.name, self.include_path, self.num_fewshot, json.dumps(self.metadata, sort_keys=True)
+
     def _leaves(self) -> tuple[Leaf, ...]:
-        return _leaves(self.name, self.include_path, self.num_fewshot, json.dumps(self.metadata, sort_keys=True))
+        return _leaves(*self._asked)
+
+    def _forget_what_changed(self) -> None:
+        """Have all tasks opened anew if a yaml or data file of this one has been written since this
+        process opened it, as in a notebook."""
+        yamls = Path(self.include_path).rglob("*.yaml") if self.include_path else ()
+        named = [names_of((leaf.task.config.dataset_kwargs or {}).get("data_files")) for leaf in self._leaves()]
+        stats = {str(file): Path(file).stat() for file in (*yamls, *chain(*named)) if Path(file).is_file()}
+        state = {file: (stat.st_mtime_ns, stat.st_size) for file, stat in stats.items()}
+        if _STATES.get(self._asked, state) != state:
+            _leaves.cache_clear()
+        _STATES[self._asked] = state
 
     def _example(self, leaf: Leaf, number: int, doc: Any) -> Example:
         task = leaf.task

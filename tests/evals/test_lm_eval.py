@@ -143,6 +143,13 @@ def test_a_row_without_question_choices_or_right_answer_is_named(
         list(with_rows(folder, tmp_path, name, rows).examples(ENV))
 
 
+def test_a_corrected_file_is_read_again_by_the_same_process(folder: str, tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="leaves 'q' empty"):
+        list(with_rows(folder, tmp_path, "sums", json.dumps(ROWS[0] | {"q": ""}) + "\n").examples(ENV))
+    [example] = with_rows(folder, tmp_path, "sums", json.dumps(ROWS[1]) + "\n").examples(ENV)
+    assert example.context == "Q: 4 + 4?\nA:"
+
+
 def test_what_a_template_guards_may_be_empty(folder: str, tmp_path: Path) -> None:
     text = SUMS.replace("{{q}}", "{{q or ''}}{% if options %}{{options}}{% endif %}{{right|default(1, true)}}{{b}}")
     rows = json.dumps({"q": None, "options": [], "right": None, "a": "7", "b": "B"}) + "\n"
