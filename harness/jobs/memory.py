@@ -173,7 +173,9 @@ def stored_bytes(info: ModelInfo, settings: Settings, items: Sequence[PreparedEx
 
 
 def _longest(items: Sequence[PreparedExample], count: int) -> list[PreparedExample]:
-    return sorted(items, key=lambda item: item.room)[-count:]
+    distinct = {id(item): item for item in items}  # one may stand there thousands of times
+    rooms = {key: item.room for key, item in distinct.items()}
+    return sorted(items, key=lambda item: rooms[id(item)])[-count:]
 
 
 def _sliding_bytes(info: ModelInfo, settings: Settings, item: PreparedExample) -> int:

@@ -117,7 +117,7 @@ def _among_namesakes(names: Sequence[str], settings: Sequence[Flat]) -> Iterator
 def _changed(runs: Sequence[StoredRun], settings: Sequence[Flat]) -> Iterator[list[str]]:
     """Yield, for each row, `key=value` of the method's parameters that differ from the preset that
     was typed."""
-    typed = [(run.info.get("presets") or {}).get("method") for run in runs]
+    typed = [str((run.info.get("presets") or {}).get("method")) for run in runs]
     presets = {entry.name: flatten(entry.values(), "method.") for entry in entries("method") if entry.name in typed}
     for name, mine in zip(typed, settings, strict=True):
         preset = presets.get(name)
