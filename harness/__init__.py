@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.terminal.early import asked  # isort: skip (first, since what follows takes a while)
 from harness.config.clashes import settle_clashes
 
 if TYPE_CHECKING:
@@ -36,13 +37,12 @@ def _refuse_removed_command() -> None:
     """End `python -m harness.lint` with what to use instead, which Python's own message would not name."""
     from harness.config.catalogue import REMOVED_COMMANDS, removed_command
 
-    module = next((word for word in sys.orig_argv if word.startswith("harness.")), "")
-    name = module.removeprefix("harness.")
+    name = asked().removeprefix("harness.")
     if name in REMOVED_COMMANDS:
         sys.exit(f"error: {removed_command(name)}")
 
 
-if getattr(sys, "argv", [])[:1] == ["-m"]:  # Python is looking for the module that the command line names
+if asked().startswith("harness."):
     _refuse_removed_command()
 
 

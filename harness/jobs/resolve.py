@@ -236,8 +236,7 @@ def resolve_for_examples(resolved: Resolved, task: Task, prompts: Prompts, info:
         if isinstance(budget, AlignedBudget):
             for length in sorted({item.sealed(settings.protocol)[0] for item in items}):
                 budget.refuse(length)
-        if 0 not in budget.dense_layers:
-            method.check(budget, 0)
+        method.check(budget, next((x for x in range(info.num_whole_layers) if x not in budget.dense_layers), 0))
         if method.repeats:
             _refuse_repetition(method, budget, max(item.sealed(settings.protocol)[0] for item in items), info)
     return settings

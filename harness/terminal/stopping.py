@@ -15,12 +15,14 @@ from time import monotonic
 from types import FrameType
 from typing import Any, Self
 
+from harness.terminal import early
 from harness.terminal.notices import warn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 UNTAKEN = (
     signal.SIG_DFL,
     signal.default_int_handler,
+    early.end,
 )  # handlers that may be replaced: signals are not ignored, as under nohup, nor handled by submitit or Ray
 ECHO_S = 0.5  # `timeout`, srun and shells send a signal twice: to the process and to its group
 

@@ -221,10 +221,9 @@ class Method(metaclass=_TupleForList):
         name = type(self).__name__
         if budget is None:
             return
-        if budget.generated is not None and self.generated_refusal is not None:
-            raise BudgetError(
-                f"{name} takes no budget of generated tokens, for {self.generated_refusal}: leave out budget_generated."
-            )
+        refusal = "its budget counts them already" if self.counts_answer else self.generated_refusal
+        if budget.generated is not None and refusal is not None:
+            raise BudgetError(f"{name} takes no budget of generated tokens, for {refusal}: leave out budget_generated.")
         if budget.mass is not None and self.mass_refusal is not None:
             raise BudgetError(
                 f"{name} takes no budget_mass={budget.mass}, for {self.mass_refusal}: leave it out, or "

@@ -46,7 +46,6 @@ class EvictsWhileDecoding(PolicyMethod):
 
     selects: ClassVar[bool] = False
     counts_answer: ClassVar[bool] = True
-    generated_refusal: ClassVar[str | None] = "its budget counts them already"
 
     @property
     def window(self) -> int:

@@ -21,6 +21,7 @@ RUNS = {  # kind -> words of `python -m harness`, and what the sentence has to n
     "percent": (["budget=20%"], "0.2"),
     "out of range": (["budget=1.5"], "budget=1.5"),
     "below the method's least": (["budget=20"], "at least 33"),
+    "the same behind a dense layer": (["budget=20", "dense_layers=[0]"], "at least 33"),
     "a method without windows": (
         ["method=tova", "budget=1"],
         "budget=1 gives TOVA 1 rows of prompt and answer, but it needs",

@@ -102,8 +102,8 @@ def test_h2o_keeps_the_generated_tokens_that_drew_most_attention() -> None:
 @walked
 def test_as_many_as_are_generated_change_nothing_and_fewer_are_never_exceeded(name: str) -> None:
     method = small(name)
-    if method.generated_refusal is not None:
-        pytest.skip(method.generated_refusal)
+    if method.generated_refusal is not None or method.counts_answer:
+        pytest.skip("it takes no budget of generated tokens")
     made = {}
     for most in (None, 24, MOST):
         with attached(tiny("llama"), method, budget=Budget(0.4, generated=most), calibration=prompt(64, seed=9)) as kv:
@@ -123,6 +123,8 @@ def test_methods_that_need_all_refuse_by_name() -> None:
     budget = Budget(20, generated=MOST)
     with pytest.raises(BudgetError, match="InfLLM takes no budget of generated"):
         InfLLM().check(budget)
+    with pytest.raises(BudgetError, match="Counts takes no budget of generated tokens, for its budget counts them"):
+        type("Counts", (SnapKV,), {"counts_answer": True})().check(budget)
     with pytest.raises(BudgetError, match="limited pool"):
         InfiniGen(pool_capacity=0.5).check(budget)
     with pytest.raises(BudgetError, match="budget_generated=0"):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,6 +20,7 @@ from tests.fast import MODEL_ARGS, TASK_ARGS
 from tests.forks import Forked
 from tests.talks import configured
 
+ROOT = Path(__file__).parents[3]
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "stopped by SIGTERM", signal.SIGHUP: "stopped by SIGHUP"}
 APPEND, CLOSE = signals.APPEND, "harness.results.run_folder:Run.close"
 OF_RUNS = (*MODEL_ARGS, "baseline=off", "warmup=0")
@@ -132,6 +136,37 @@ def test_handlers_of_others_stay_and_all_are_given_back() -> None:
     stopped = Forked(signals.script, OTHERS)
     assert stopped.wait() == 129, stopped.err
     assert stopped.out == "bypassed\nbypassed\n"
+
+
+OF_OURS = (130, "", "\ninterrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "ends"),
+    [
+        (["-m", "harness", "method=full"], OF_OURS),
+        (["-m", "harness.report", "runs"], OF_OURS),
+        (["-m", "harness.bench", "ops"], OF_OURS),
+        (["kv-harness", "method=full"], OF_OURS),  # the script that pip installs
+        (["other.py"], (0, "mine\n", "")),
+    ],
+)
+def test_a_command_that_still_imports_ends_in_one_line_and_a_program_of_others_as_it_likes(
+    tmp_path: Path, words: list[str], ends: tuple[int, str, str]
+) -> None:
+    """All of them import yaml, here one that interrupts them."""
+    (tmp_path / "yaml.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    (tmp_path / "kv-harness").write_text("import sys; from harness.__main__ import main; sys.exit(main())")
+    (tmp_path / "other.py").write_text("try: import harness, yaml\nexcept KeyboardInterrupt: print('mine')")
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        preexec_fn=signals.from_a_terminal,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == ends
 
 
 @pytest.mark.parametrize(
