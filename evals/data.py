@@ -96,10 +96,13 @@ def require(sources: Iterable[Source], root: Path | None) -> None:
             raise _missing(missing, root, str(error)) from error
 
 
-def _missing(sources: Sequence[Source], root: Path | None, reason: str) -> MissingData:
+def _missing(sources: Sequence[Source], root: Path | None, reason: str) -> TaskError:
     """Return the error for data files found neither locally nor on the hub: which they are, why
     (`reason`), and what command or folder brings them. Only the first files are named where there
     are many."""
+    if root and all(_find(source, root.resolve().parent) for source in sources):
+        where = f"is not below the data root {root} but beside it"
+        return TaskError(f"{sources[0].name} {where}: name {root.resolve().parent} instead.")
     named = [source.name for source in sources[:NAMED_FILES]]
     more = [f"{len(sources) - NAMED_FILES} more"] * (len(sources) > NAMED_FILES)
     of_hub: dict[tuple[str, str, str], list[str]] = {}

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any, ClassVar, NamedTuple
 
 from evals import metrics
-from evals.base import Example, Score, Task, TaskEnv, TaskError
+from evals.base import Example, MissingData, Score, Task, TaskEnv, TaskError
 from evals.data import Row, Shape, Source, open_rows, require
 from evals.metrics.answers import splitter
 
@@ -130,7 +130,17 @@ class LongBench(Task):
         return EVEN if self.subset == "longbench_e" else tuple(DATASETS)
 
     def require(self, data_root: Path | None) -> None:
-        require(map(self._source, self.names()), data_root)
+        try:
+            require(map(self._source, self.names()), data_root)
+        except MissingData as error:
+            for subset in [name for name in PLACES if data_root and name != self.subset]:
+                files = [pattern.format(name) for pattern in PLACES[subset] for name in self.names()]
+                if any((data_root / file).is_file() for file in files):
+                    raise TaskError(
+                        f"The data root {data_root} holds {subset} and not all of {self.subset}: set "
+                        f"task.subset={subset}, or name a data root with {self.subset}."
+                    ) from error
+            raise
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         if any(DATASETS[name].metric in ("qa_f1_zh", "rouge_zh") for name in self.names()):

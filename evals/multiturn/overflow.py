@@ -69,9 +69,10 @@ class NeedlesBehindOverflow(Task):
         frame = env.text.count("\n\n" + asked[0]) + self.max_new_tokens + SPARE
         room = self.window - frame - sum(map(len, needles))
         if room < self.facts:
+            enough = self.window + self.facts - room
             raise TaskError(
                 f"task.window={self.window} leaves {max(0, room)} tokens of text beside questions and needles, fewer "
-                f"than task.facts={self.facts}: raise task.window, or lower task.facts."
+                f"than task.facts={self.facts}: raise task.window to {enough + -enough % 64}, or lower task.facts."
             )
         hay = self._with_needles(env, list(tokens[:room]), needles)
         first, *later = zip(planted, asked, strict=True)

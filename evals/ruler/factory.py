@@ -28,6 +28,7 @@ from evals.ruler.vocabulary import Streams, words_sha256
 log = logging.getLogger(__name__)
 
 OFFICIAL = "official"  # prompts equal those of the official scripts, string by string
+DOUBLED = (1024, 2048, 4096, 8192, 16384)  # lengths to name where a task does not fit the one that was asked for
 FINE = "fine-1"  # our own prompts below OFFICIAL_FROM tokens; raised when they change
 GENERATOR = f"{OFFICIAL}-1 {FINE}"  # raised when any prompt changes: cached ones are then made again
 
@@ -70,9 +71,18 @@ class Factory:
         try:
             prompts = self._generator(task, length).prompts(samples)
         except TooShort as error:
-            raise TooShort(f"{task} does not fit {length} tokens") from error
+            remedies = (
+                f" ({longer} would do)" for longer in DOUBLED if longer > length and self._fits(task, longer, samples)
+            )
+            raise TooShort(f"{task} does not fit {length} tokens{next(remedies, '')}") from error
         stamp = {"generator": OFFICIAL if length >= OFFICIAL_FROM else FINE, "haystack": self._haystack_name(task)}
         return [replace(prompt, data={**stamp, **prompt.data}).row() for prompt in prompts]
+
+    def _fits(self, task: str, length: int, samples: int) -> bool:
+        try:
+            return bool(self._generator(task, length).prompts(samples))
+        except TooShort:
+            return False
 
     def _key(self, task: str, length: int, samples: int) -> dict[str, Any]:
         """Return everything that shapes the prompts, which names their file in the cache."""

@@ -26,6 +26,7 @@ from harness.config.errors import sentence
 from harness.config.keys import WITHOUT_WORDS, help_text
 from harness.config.settings import Settings, settings_of
 from harness.results.provenance import git
+from harness.sweeps import begun
 from harness.sweeps.sweep import KnownPrompts, groups, labels, launch, lost, run_jobs, with_own_settings
 from harness.terminal.notices import complain, complain_once, lasting_output, say, say_once, tell_of_builds, warn
 from harness.terminal.progress import forget
@@ -70,12 +71,14 @@ class Command:
             return
         jobs = compose_all(words, sweep=not {*SWEEP}.isdisjoint(flags))
         jobs = with_own_settings(with_own_parameters(jobs, folders))
-        known = list[Settings]()
-        for job in jobs:
-            with suppress(ValueError):  # which the job says once it runs, and the others go on
-                known.append(settings_of(job.config))
-        self.copies.open(known)
         self.labels, together = labels(jobs), groups(jobs)
+        known = list[Settings]()
+        for job, label in zip(jobs, self.labels, strict=True):
+            with suppress(ValueError):  # which the job says once it runs, and the others go on
+                known.append(settings := settings_of(job.config))
+                if len(jobs) > 1 and not settings.dry_run:
+                    begun.note(job.config, label)
+        self.copies.open(known)
         if launcher and known and not any(settings.dry_run for settings in known):
             root = Path(known[0].results.root)
             try:

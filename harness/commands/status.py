@@ -18,18 +18,20 @@ from harness.results.files import read_lines, whole_lines
 from harness.results.lock import is_locked, owner
 from harness.results.records import StoreError
 from harness.results.run_folder import EXAMPLES, find, read_info
+from harness.sweeps.begun import waiting
 from harness.terminal.arguments import typed
 from harness.terminal.notices import say
 from harness.terminal.tables import Column, text_table
 
-STATES = ("done", "running", "failed", "interrupted")
+STATES = ("done", "running", "failed", "interrupted", "not begun")
 NOT_FINISHED = 3
 
 
 class RunState(NamedTuple):
-    """The progress of one run. `done`: how many of its examples have an answer."""
+    """The progress of one run, or a job of a sweep that never began. `done`: how many of its examples have an
+    answer."""
 
-    folder: Path
+    name: str  # of its folder, or the words that tell the job from the others of its sweep
     state: str  # one of STATES
     done: int
     total: int | None
@@ -41,17 +43,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.status", description=__doc__)
     root = Path(Results().root)
     parser.add_argument("folder", nargs="?", type=typed, default=root, metavar="DIR", help="results.root")
-    runs = [state_of(folder) for folder in find([parser.parse_args(arguments).folder])]
+    folder = parser.parse_args(arguments).folder
+    runs = [RunState(label, "not begun", 0, None, "the same command runs it") for label in waiting(folder)]
+    try:
+        runs = [*map(state_of, find([folder])), *runs]
+    except StoreError:
+        if not runs:
+            raise
     counts = Counter(run.state for run in runs)
     say(", ".join(f"{counts[state]} {state}" for state in STATES if counts[state]))
     columns = [
-        Column("run", "", [run.folder.name for run in runs], left=True),
+        Column("run", "", [run.name for run in runs], left=True),
         Column("state", "", [run.state for run in runs], left=True),
         Column("examples", "", [f"{run.done}/{'?' if run.total is None else run.total}" for run in runs]),
         Column("", "", [run.note for run in runs], left=True),
     ]
     say(text_table(columns))
-    if counts["running"] or (counts["interrupted"] and not counts["failed"]):
+    if counts["running"] or (counts["interrupted"] + counts["not begun"] and not counts["failed"]):
         return NOT_FINISHED
     return 1 if counts["failed"] else 0
 
@@ -63,7 +71,7 @@ def state_of(folder: Path) -> RunState:
         info = read_info(folder)
         lines = [plain for _, plain in read_lines(folder / EXAMPLES)]
     except StoreError as error:
-        return RunState(folder, "failed", len(whole_lines(folder / EXAMPLES)), None, str(error))
+        return RunState(folder.name, "failed", len(whole_lines(folder / EXAMPLES)), None, str(error))
     done = sum(not {"error", "skipped"} & plain.keys() for plain in lines)
     total, status = info.get("num_expected"), info.get("status")
     if status == "complete":
@@ -71,11 +79,11 @@ def state_of(folder: Path) -> RunState:
         failed = total - done - skipped if total else 0
         notes = [f"{failed} failed; the same command tries them again"] * (failed > 0)
         notes += [f"{skipped} too long, left out"] * (skipped > 0)
-        return RunState(folder, "done", done, total, ", ".join(notes))
+        return RunState(folder.name, "done", done, total, ", ".join(notes))
     if is_locked(folder):
-        return RunState(folder, "running", done, total, owner(folder))
+        return RunState(folder.name, "running", done, total, owner(folder))
     state = "failed" if status == "failed" else "interrupted"
-    return RunState(folder, state, done, total, str(info.get("error") or ""))
+    return RunState(folder.name, state, done, total, str(info.get("error") or ""))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ SWEEP = ("-m", "--multirun")
 VALUED = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd")  # Hydra's flags that take the next word
 FLAGS = (*SWEEP, *VALUED, "--info", "-i", "--resolve", "--run", "-r", "--hydra-help")
 OF_A_LAUNCHER = f"{LAUNCHER}=NAME and hydra.launcher.KEY=VALUE"
-HOW = "write key=value, a list as key=[1,2], text with spaces or commas as key='\"a, b\"'"
+HOW = "write key=value, a list as key=[1,2], text with commas, brackets or quotes as key='\"a, b\"'"
 SET_BY_TUNE = {  # setting -> why a search has no choice of it
     "seed": "it chooses on examples that no table is about",
     "shared_prefill": "one prefill serves all values of a parameter",
@@ -140,7 +140,7 @@ def search_path(config_dirs: Sequence[Path]) -> list[str]:
             raise SettingsError(
                 f"{folder}/config.yaml has no effect: make it experiment/NAME.yaml there, and add +experiment=NAME."
             )
-    folders = ",".join(f"file://{folder.resolve()}" for folder in config_dirs)
+    folders = ",".join(f"'file://{folder.resolve()}'" for folder in config_dirs)
     return [f"hydra.searchpath=[{folders}]"] if folders else []
 
 
@@ -200,8 +200,15 @@ def for_hydra(
             key = f"+{bare}"
         elif bare.partition(".")[0] in GROUPS and ("." in bare or value.startswith("{")):
             key = bare if bare in grid else f"++{bare}"
-        ready.append(f"{key}{equals}{typed(value, f'{key}=') if value.startswith('~') else value}")
+        ready.append(f"{key}{equals}{_quoted(typed(value, f'{key}=') if value.startswith('~') else value)}")
     return ready
+
+
+def _quoted(value: object) -> str:
+    """Return a value as Hydra's grammar takes it: in quotes if it has a letter like ä, or a sign like #, and nothing by
+    which several values or a list are written."""
+    text = str(value)
+    return f"'{text}'" if re.fullmatch(r"[^,()\[\]{}'\"]*([^ -~]|[!#&;<=>^`~])[^,()\[\]{}'\"]*", text) else text
 
 
 def with_own_parameters(jobs: Sequence[Composed], config_dirs: Sequence[Path] = ()) -> list[Composed]:
@@ -323,7 +330,8 @@ def _by_key(words: Sequence[str]) -> dict[str, list[Word]]:
     by_key: dict[str, list[Word]] = {}
     for word in words:
         try:
-            override = OverridesParser.create().parse_override(word)
+            key, equals, value = word.partition("=")
+            override = OverridesParser.create().parse_override(f"{key}{equals}{_quoted(value)}")
         except HydraException as error:
             raise SettingsError(_unread(word)) from error
         by_key[override.key_or_group] = list(_values(override))

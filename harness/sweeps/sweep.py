@@ -37,6 +37,7 @@ from harness.config.errors import is_memory, one_sentence
 from harness.config.plugins import suggestion
 from harness.config.settings import OWN, Settings, SettingsError
 from harness.results.files import canonical
+from harness.sweeps import begun
 from harness.terminal.notices import lasting_output, say_once
 from harness.terminal.progress import numbered
 from harness.terminal.stopping import Stoppable
@@ -136,6 +137,7 @@ def run_jobs(group: JobGroup, prompts: KnownPrompts, jobs: int, complain: Compla
         notes = " ".join(getattr(error, "__notes__", ()))  # which name the folder of the run that failed
         of_folder = [number for number, job in planned.items() if f"{job.folder}/" in notes]
         failures.append((number if number is not None else [*of_folder, *group][0], one_sentence(error)))
+        begun.begin(group[failures[-1][0]].config)
         errors.append(error)
         if complain:
             complain(*failures[-1])
@@ -158,6 +160,8 @@ def run_jobs(group: JobGroup, prompts: KnownPrompts, jobs: int, complain: Compla
         if planned:
             from harness.jobs.evaluate import evaluate_together
 
+            for number in planned:
+                begun.begin(group[number].config)
             runs = evaluate_together(list(planned.values()), failed)
     if any(map(is_memory, errors)):
         _give_back_memory(errors)

@@ -79,6 +79,10 @@ class TestLocal:
             open_rows(source(), env_of(tmp_path))
         with pytest.raises(TaskError, match=r"the data root .*absent is not a folder"):
             open_rows(source(), env_of(tmp_path / "absent"))
+        (tmp_path / "set").mkdir()
+        (tmp_path / "set" / "test.jsonl").write_text("{}")
+        with pytest.raises(TaskError, match=rf"set/test is not below .* but beside it: name {tmp_path} instead"):
+            open_rows(source(), env_of(tmp_path / "set"))
 
 
 @pytest.fixture

@@ -61,6 +61,15 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     return put
 
 
+@pytest.mark.parametrize(("held", "suffix"), [("minilongbench", ""), ("longbench", "_e")])
+def test_the_subset_that_the_data_root_holds_is_named(
+    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, held: str, suffix: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(TaskError, match=f"set task.subset={held}{suffix}, or name"):
+        task().require(write(held, suffix))
+
+
 def test_prompts_are_the_published_ones() -> None:
     prompts = {name: data_set.prompt for name, data_set in DATASETS.items()}
     assert prompts["narrativeqa"].count("asconcisely") == 2

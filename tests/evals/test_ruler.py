@@ -114,7 +114,7 @@ def test_a_task_that_does_not_fit_is_named() -> None:
         def count(self, user: str, prefix: str = "", *, system: str = "", chat: bool = True) -> int:
             return 2 * super().count(user, prefix, system=system, chat=chat)
 
-    with pytest.raises(TaskError, match=r"vt does not fit 512"):
+    with pytest.raises(TaskError, match=r"vt does not fit 512 tokens \(1024 would do\): raise task.lengths"):
         ruler(tasks=["niah_single_1", "vt"], lengths=[512]).examples(env(Costly()))
 
 

@@ -157,6 +157,14 @@ def test_a_grid_makes_its_prompts_once(cli: Cli, monkeypatch: pytest.MonkeyPatch
     assert len(made) == 1
 
 
+def test_folders_may_have_any_letters(cli: Cli, tmp_path: Path) -> None:
+    root, folder = tmp_path / "prüfung #1", tmp_path / "größe, 日本"
+    (folder / "method").mkdir(parents=True)
+    (folder / "method" / "mine.yaml").write_text("defaults: [streaming]")
+    code, out, err = cli(f"--config-dir={folder}", f"results.root={root}", "method=mine", "dry_run=true")
+    assert (code, str(root) in out) == (0, True), err
+
+
 def test_help_and_a_wrong_setting_are_answered_without_torch() -> None:
     code = "import sys; from harness.__main__ import main; print(main()); sys.exit('torch' in sys.modules)"
     for words, named in ((["--help"], "method="), (["budget=1.5"], "budget=1.5")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from harness.commands.status import main as status
 from harness.results.lock import FolderLock
 from tests.fake_records import record, rewrite, write_run
+
+Cli = Callable[..., tuple[int, str, str]]
 
 
 def test_runs_are_counted_by_their_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,6 +39,31 @@ def test_runs_are_counted_by_their_state(tmp_path: Path, capsys: pytest.CaptureF
     assert rows[killed.name] == "interrupted 2/4"
     assert rows[failed.name] == "failed 0/4 KeyError: 'no such head'"
     assert f"running 1/4 process {os.getpid()} on " in str(rows)
+
+
+def test_jobs_of_a_sweep_that_never_began_are_counted_until_they_begin(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def told() -> list[str]:
+        return capfd.readouterr().out.splitlines()
+
+    root, sweep = tmp_path / "runs", ("-m", "method=streaming,tova", "budget=0.2,1,-1", "baseline=off")
+    with monkeypatch.context() as patch:
+        patch.setattr("harness.jobs.job.Job.plan", stop)
+        assert cli(*sweep)[0] == 130
+    assert status([str(root)]) == 3
+    first, *_, last = told()
+    assert first == "4 not begun"
+    assert last.split() == ["method=tova", "budget=1", "not", "begun", "0/?", "the", "same", "command", "runs", "it"]
+    assert cli(*sweep)[0] == 1  # one token is too few for both methods
+    with monkeypatch.context() as patch:
+        patch.setattr("harness.jobs.job.Job.plan", stop)
+        assert cli(*sweep)[0] == 130
+    assert status([str(root)]) == 0
+    assert told()[0] == "2 done"
 
 
 def test_what_cannot_be_read_has_failed_and_no_runs_are_an_error(tmp_path: Path) -> None:
