@@ -133,9 +133,9 @@ class LongBench(Task):
         try:
             require(map(self._source, self.names()), data_root)
         except MissingData as error:
-            for subset in [name for name in PLACES if data_root and name != self.subset]:
+            for subset in [name for name in PLACES if name != self.subset]:
                 files = [pattern.format(name) for pattern in PLACES[subset] for name in self.names()]
-                if any((data_root / file).is_file() for file in files):
+                if data_root and any((data_root / file).is_file() for file in files):
                     raise TaskError(
                         f"The data root {data_root} holds {subset} and not all of {self.subset}: set "
                         f"task.subset={subset}, or name a data root with {self.subset}."
