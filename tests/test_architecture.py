@@ -50,7 +50,7 @@ ROOMS: dict[str, set[str] | None] = {
     "bench": {
         "terminal", "config", "models", "prompts", "engine", "results", "jobs", "bridges",
     },
-    "bridges": {"terminal", "config", "models", "prompts", "engine", "jobs"},
+    "bridges": {"terminal", "config", "models", "prompts", "engine", "results", "jobs"},
 }  # fmt: skip
 TRANSFORMERS = {
     f"harness/{name}.py"
