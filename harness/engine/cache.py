@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from harness.engine.copies import copied_into
 from harness.engine.rotation import TextRotary
 from harness.models.devices import current
 from kernels.step_inputs import StepInputs
@@ -420,3 +421,12 @@ class KVCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         self.activate_past_recording()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        """Copy all keys and values, wherever they are, as `copy.deepcopy` is asked to for several
+        continuations of one text."""
+        self.await_layers()
+        self.traffic.settle()
+        fresh = object.__new__(type(self))
+        copied_into(fresh, self, memo)
+        return fresh

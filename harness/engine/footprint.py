@@ -26,7 +26,7 @@ _SHARED = (
     Method,
     TransferEngine,
 )  # descriptions and per-model work, not this sequence's state
-_PLAIN = (str, bytes, int, float, type, ModuleType)
+PLAIN = (str, bytes, int, float, type, ModuleType)
 
 
 def footprint(layers: Sequence[KVLayer]) -> dict[str, int]:
@@ -70,12 +70,12 @@ def _held(value: Any, tier: str, visited: set[int]) -> Iterator[tuple[Tensor | P
     if isinstance(value, Tensor) or (isinstance(value, Path) and tier_of(tier).in_files):
         yield value, tier
         return
-    if isinstance(value, (*_PLAIN, *_SHARED)) or id(value) in visited:
+    if isinstance(value, (*PLAIN, *_SHARED)) or id(value) in visited:
         return
     visited.add(id(value))
     tier = getattr(value, "tier", tier)
     diagnostics = value.diagnostics if isinstance(value, (KVLayer, Policy)) else ()
-    for inside in list(_held_by(value, diagnostics)):
+    for inside in list(held_by(value, diagnostics)):
         yield from _held(inside, tier, visited)
 
 
@@ -85,13 +85,13 @@ def changing(value: Any, visited: set[int]) -> Iterator[Tensor]:
     there, `KVStore.write` writes to copies.)"""
     if isinstance(value, Tensor):
         yield value
-    elif not isinstance(value, (*_PLAIN, *_SHARED)) and id(value) not in visited:
+    elif not isinstance(value, (*PLAIN, *_SHARED)) and id(value) not in visited:
         visited.add(id(value))
-        for inside in list(_held_by(value, getattr(value, "steady", ()))):
+        for inside in list(held_by(value, getattr(value, "steady", ()))):
             yield from changing(inside, visited)
 
 
-def _held_by(value: Any, left_out: Collection[str]) -> Iterable[Any]:
+def held_by(value: Any, left_out: Collection[str]) -> Iterable[Any]:
     """Return all objects that `value` refers to (elements, attributes, arguments bound to a
     function), except by the attributes `left_out`."""
     if isinstance(value, Mapping):

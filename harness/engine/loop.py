@@ -30,6 +30,10 @@ class LoopUsage:
     sealed: bool = False  # in some turn
     fallback: str | None = None  # what the method did instead of its rule in some turn, and why
 
+    def __deepcopy__(self, memo: object) -> LoopUsage:
+        """Return this record, which a cache shares with its copies: they go on where it stays."""
+        return self
+
 
 class LoopCache(KVCache):
     """Hold the cache of a loop that does not say where a prompt ends, such as `model.generate`: the
@@ -205,6 +209,10 @@ class PaddedCache(LoopCache):
 
     def refill(self, contents: Sequence[Mapping[str, Tensor]]) -> None:
         self.contents()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        self._part()
+        return super().__deepcopy__(memo)
 
     def _check_room(self, sequences: int, tokens: int) -> None:
         if sequences != len(self._members):

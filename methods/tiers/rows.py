@@ -7,10 +7,12 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from importlib import import_module
 from math import prod
 from pathlib import Path
+from shutil import copyfile
 from tempfile import gettempdir, mkstemp
 from typing import ClassVar
 from weakref import WeakValueDictionary, finalize
@@ -124,6 +126,11 @@ class MemoryRows(Rows):
     def _all(self) -> Tensor:
         return self.stored
 
+    def __deepcopy__(self, memo: object) -> MemoryRows:
+        copied = copy(self)
+        copied.stored = self.room(self.stored.shape, self.dtype, Place(self.device)).copy_(self.stored)
+        return copied
+
 
 class DeviceRows(MemoryRows):
     """Hold rows on the device of the model: nothing moves when they are put there or read."""
@@ -234,6 +241,13 @@ class DiskRows(Rows):
             os.truncate(handle, prod(shape) * dtype.itemsize)
             os.close(handle)
         return Path(name)
+
+    def __deepcopy__(self, memo: object) -> DiskRows:
+        folder = self.file.parent.parent
+        copied = DiskRows(self.shape, self.dtype, Place(self.device, folder))
+        with _writing(folder):
+            copyfile(self.file, copied.file)
+        return copied
 
     def take(self, x: Tensor, start: int) -> None:
         row_bytes = self.shape[3] * self.dtype.itemsize

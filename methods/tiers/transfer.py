@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from contextvars import copy_context
+from copy import deepcopy
 from functools import cache, partial
 from threading import get_ident
 from time import perf_counter
@@ -128,6 +129,10 @@ class Arrival(Generic[T]):
             self._into.add(self._moved)  # whose counts may be on the device, made by the stream that moved the rows
             self._read = None  # and with it the tensors that it reads, which may be overwritten from now on
         return self._rows
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Arrival[T]:
+        rows = deepcopy(self.wait(), memo)
+        return Arrival(lambda _: rows, Traffic())
 
     def _come(self, read: Callable[[Traffic], T]) -> T:
         """Return the rows, and make them, and the counts of what moved, safe to use on the caller's

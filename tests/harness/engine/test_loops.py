@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -16,11 +17,13 @@ from transformers.generation.streamers import BaseStreamer
 from harness.engine.attach import Attachment, attached
 from harness.engine.cache import RoomError, UnsupportedError
 from harness.engine.engine import Engine
+from harness.engine.footprint import footprint
 from harness.engine.loop import PaddedCache
 from harness.models.random import Random
 from methods.full import Full
 from tests.harness.engine.test_generate import NEW, TURNS, by_engine
-from tests.methods.test_contract import attach, small, walked
+from tests.methods.test_contract import NAMES, attach, small, walked
+from tests.quick import mostly_slow
 from tests.tiny import eager, prompt, tiny
 from tests.warned import all_warnings
 
@@ -122,6 +125,60 @@ def test_further_turns_go_on_with_the_cache_that_came_back(padding: int) -> None
         assert answers == by_engine(kv)
     lengths = [member.num_tokens for member in cache.members]
     assert lengths == ([sum(TURNS) + 3 * NEW - 1 - short for short in (0, 3 * padding)] if padding else [123])
+
+
+PLACED = [
+    (name, place) for name in NAMES for place in ("device", "host", "disk") if place == "device" or small(name).offloads
+]
+IN_PLACES = mostly_slow(
+    PLACED, ("kvzip", "device"), ("tova", "device"), ("infinigen", "host"), ("full_offloaded", "disk"), ("kivi", "disk")
+)
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("case", IN_PLACES, ids="-".join)
+def test_copies_of_a_cache_go_on_each_by_itself(case: tuple[str, str]) -> None:
+    """Of a prefix, as transformers' recipe has it, and of a conversation between two turns."""
+    name, placement = case
+    prefix = prompt(70)
+    texts = [torch.cat([prefix, prompt(20, seed=seed)], 1) for seed in (1, 2)]
+    with attach(small(name), 0.4, placement=placement) as kv, greedy(kv, NEW) as model:
+
+        def answer(text: Tensor, cache: Any) -> Tensor:
+            tokens: Tensor = model.generate(text, attention_mask=torch.ones_like(text), past_key_values=cache)
+            return tokens
+
+        wanted = [answer(text, model(prefix).past_key_values) for text in texts]
+        cache = model(prefix).past_key_values
+        copies = [deepcopy(cache) for _ in texts]
+        del cache  # and with it the files of its rows
+        answered = [answer(text, copied) for text, copied in zip(texts, copies, strict=True)]
+        assert all(map(torch.equal, answered, wanted))
+        held, own = (footprint(one.layers) for one in (copies[0], deepcopy(copies[0])))
+        assert all(held[tier] == own[tier] for tier in ("host", "disk"))
+        turns = [torch.cat([wanted[0], prompt(12, seed=seed)], 1) for seed in (3, 4)]
+        kept = deepcopy(copies[0])
+        asked = [answer(turn, deepcopy(kept)) for turn in turns]
+        assert torch.equal(answer(turns[0], copies[0]), asked[0])
+        assert torch.equal(answer(turns[1], kept), asked[1])
+
+
+@pytest.mark.tokens
+def test_a_copy_of_a_padded_batch_leaves_its_rows_alone() -> None:
+    """In the middle of an answer, and in a model of which some layers slide."""
+    with attach(small("pqcache"), 0.4, "gemma3_text") as kv, greedy(kv, NEW) as model:
+        begun = model.generate(PADDED, attention_mask=MASK, return_dict_in_generate=True)
+        text, mask = begun.sequences, pad(MASK, (0, NEW), value=1)
+        ways = [torch.cat([text[:, :-1], torch.full((3, 1), token)], 1) for token in (7, 9)]
+        copies = [deepcopy(begun.past_key_values) for _ in ways]
+        several = [
+            model.generate(way, attention_mask=mask, past_key_values=copied)
+            for way, copied in zip(ways, copies, strict=True)
+        ]
+        assert torch.equal(
+            model.generate(ways[1], attention_mask=mask, past_key_values=begun.past_key_values), several[1]
+        )
+        assert not torch.equal(several[0][:, -NEW:], several[1][:, -NEW:])
 
 
 class Listener(BaseStreamer):

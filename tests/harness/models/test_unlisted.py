@@ -103,6 +103,19 @@ def test_a_class_is_tried_again_with_other_weights() -> None:
         assert {spec.unknown for spec in kv.specs} == {(QUERIES,)}
 
 
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "minicpm3", "longcat_flash"])
+def test_latent_attention_is_refused_by_name(kind: str) -> None:
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    config = AutoConfig.for_model(kind, **SHAPE | {"num_key_value_heads": 8} | LATENT | experts)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    reason = rf"has latent attention \(MLA, model type {kind}\), which is not supported"
+    with pytest.raises(UnsupportedError, match=reason), attached(model, Full()):
+        pass
+
+
 def test_a_model_of_ones_own_is_refused_by_what_it_does_and_never_runs_by_blocks() -> None:
     capped = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma2", **SHAPE, head_dim=16)).eval()
     with pytest.raises(UnsupportedError, match="Gemma2ForCausalLM caps its attention logits"), attached(capped, Full()):
