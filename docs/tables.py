@@ -26,6 +26,7 @@ from matplotlib.ticker import FuncFormatter
 
 from evals.stats import ALPHA
 from harness.reports.pictures import figures
+from harness.results.files import unescaped
 
 ROOT = Path(__file__).parents[1]
 BENCHES = ROOT / "results" / "published" / "bench"
@@ -80,7 +81,7 @@ def listing(names: Sequence[str], methods: Sequence[str] = ()) -> str:
     """Return a Markdown table from the CSV files of these names, with a row per method and budget:
     Full first, then the methods by their mean score. `methods`: presets to show beside Full; none
     for all."""
-    rows = pd.concat([pd.read_csv(PUBLISHED / f"{name}.csv") for name in names], ignore_index=True)
+    rows = pd.concat([pd.read_csv(PUBLISHED / f"{name}.csv").map(unescaped) for name in names], ignore_index=True)
     if methods:
         rows = rows[rows["presets.method"].isin(["full", *methods])]
     rows = rows.drop_duplicates(["label", "budget.asked"]).dropna(axis="columns", how="all").copy()
@@ -157,7 +158,7 @@ def headline_rows(name: str) -> pd.DataFrame:
     """Return the rows of a published CSV file at the headline's budget: Full first, then each
     method by its best score, its authors' setting before the tuned one. `method` is the preset's
     name without `_tuned`; `device`, `host`, `disk`, `held` (their sum) and `moved` are MiB."""
-    rows = pd.read_csv(PUBLISHED / f"{name}.csv")
+    rows = pd.read_csv(PUBLISHED / f"{name}.csv").map(unescaped)
     rows = rows[rows["budget.asked"].isna() | (rows["budget.asked"] == BUDGET)].copy()
     rows["module"], rows["preset"] = rows["method"], rows["presets.method"]
     rows["tuned"], rows["method"] = rows["preset"].str.endswith(TUNED), rows["preset"].str.removesuffix(TUNED)

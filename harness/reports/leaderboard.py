@@ -8,17 +8,17 @@ NAME_read and NAME_times, which repeat its rows on other prompts.
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from html import escape
+from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from harness.config.catalogue import Entry, entries, experiments
 from harness.reports.columns import cost_difference, overview
@@ -27,14 +27,16 @@ from harness.reports.document import ReportTable
 from harness.reports.labels import budget
 from harness.reports.notes import stamp_meanings
 from harness.reports.page import filled, listed, table_html
+from harness.results import files
 from harness.results.measures import MEASURES
 from harness.results.records import StoreError
 from harness.results.run_folder import StoredRun
 from harness.terminal.tables import BYTES, Column, quantity
 from methods.tiers.tier import TIERS, bytes_key
 
-Row = Mapping[str, str]  # of a CSV file; what is unknown is empty or missing
+Kind = TypeVar("Kind")  # of a cell's value
 KNOWN_BY = {"label", "command", "presets.method", "score.mean"}  # columns of a report's rows, not of other CSV files
+REMEDY = "correct it, or make the file again with harness.report --csv"
 APART = {"read": "bytes read", "times": "TT2T and TPOT"}  # what NAME_read and NAME_times add to the rows of NAME
 FULL, PRESS, REFERENCE = "full", "kvpress", "reference"
 KINDS = {"evicts": r"\bevicts?\b", "reads a part": r"\b(selects?|samples?|draws?)\b", "quantises": r"\bbits\b"}
@@ -48,6 +50,27 @@ INTRODUCTION = (
     "In a command, DATA stands for the folder of your data sets.",
     "Decode steps and operations have times, not scores: docs/benchmarks.md has them, from results/published/bench.",
 )
+
+
+class Row(dict[str, str]):
+    """A row of a CSV file, as text by column; what is unknown is empty or missing. `place`: file and
+    row, for errors."""
+
+    def __init__(self, place: str, cells: Mapping[str, str]) -> None:
+        super().__init__(cells)
+        self.place = place
+
+    def __missing__(self, column: str) -> str:
+        raise StoreError(f"{self.place}: there is no column {column}; {REMEDY}")
+
+    def parsed(self, column: str, parse: Callable[[str], Kind], kind: str) -> Kind | None:
+        """Return the value of a cell; None if it is unknown. Raise `StoreError` if `parse` cannot
+        read it, because it holds no `kind`."""
+        text = self.get(column, "")
+        try:
+            return parse(text) if text else None
+        except (ValueError, TypeError, RecursionError) as error:
+            raise StoreError(f"{self.place}, column {column}: {text[:40]!r} is no {kind}; {REMEDY}") from error
 
 
 class PublishedRow(NamedTuple):
@@ -88,10 +111,8 @@ def published_tables(folders: Sequence[Path]) -> list[PublishedTable]:
     """Return the tables of all CSV files in these folders, that with most methods first."""
     by_name: dict[str, list[Row]] = defaultdict(list)
     for path in sorted({path for folder in folders for path in folder.rglob("*.csv")}):
-        with open(path, encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            for row in reader if KNOWN_BY.issubset(reader.fieldnames or ()) else ():
-                by_name[row.get("experiment") or path.stem].append(row)
+        for place, known in files.read_csv(path, KNOWN_BY):
+            by_name[known.get("experiment") or path.stem].append(Row(place, known))
     tables = []
     for name in by_name.keys() - {f"{name}_{word}" for name in by_name for word in APART}:
         repeated = {word: {_key(row): row for row in by_name.get(f"{name}_{word}", ())} for word in APART}
@@ -110,13 +131,30 @@ def _key(row: Row) -> tuple[str, ...]:
 def _prompts(row: Row) -> tuple[str, ...]:
     """Return what is equal for rows with the same prompts."""
     keys = ("model", "protocol", "seed", "num_examples", *(f"prompt_tokens.{end}" for end in ("min", "median", "max")))
-    words = [word for word in shlex.split(row["command"]) if word.startswith(("task=", "task."))]
+    words = [word for word in _words(row) if word.startswith(("task=", "task."))]
     return (*words, *(row.get(key, "") for key in keys))
 
 
+def _words(row: Row) -> list[str]:
+    return row.parsed("command", shlex.split, "command line") or []
+
+
 def _number(row: Row, key: str) -> float | None:
-    text = row.get(key)
-    return float(text) if text else None
+    return row.parsed(key, _finite, "number")
+
+
+def _finite(text: str) -> float:
+    if not isfinite(value := float(text)):
+        raise ValueError(text)
+    return value
+
+
+def _numbers(text: str) -> list[float]:
+    return list(map(float, json.loads(text)))
+
+
+def _texts(text: str) -> list[str]:
+    return ["".join(line) for line in json.loads(text)]
 
 
 def _estimate(row: Row, section: str, key: str) -> dict[str, Any]:
@@ -139,7 +177,7 @@ def _entry(row: PublishedRow) -> ReportRow:
             "asked": int(size) if size and size > 1 else size,  # tokens, or a share
             "bytes": _number(own, "budget.bytes"),
             "counts": own.get("budget.counts"),
-            "layers": json.loads(own.get("budget.layers") or "null"),
+            "layers": own.parsed("budget.layers", _numbers, "JSON list of numbers"),
             "attended": {"share": _number(own, "budget.attended.share")},
         },
     }
@@ -224,7 +262,7 @@ def _conditions(rows: Sequence[Row]) -> str:
     """Return the prompts of these rows, the settings that all share, machine, commit and date as text."""
     first = rows[0]
     low, high, middle = (_number(first, f"prompt_tokens.{end}") or 0 for end in ("min", "max", "median"))
-    words = [[word for word in shlex.split(row["command"]) if "=" in word] for row in rows]
+    words = [[word for word in _words(row) if "=" in word] for row in rows]
     shared = [word for word in words[0] if all(word in others for others in words)]
     settings = " ".join(word for word in shared if not word.startswith(("method", "model=", "data.root=")))
     machine = ", ".join(dict.fromkeys(_among(rows, key) for key in ("device_name", "cpu")))
@@ -270,6 +308,6 @@ def _origin(row: PublishedRow) -> str:
         parts += f"<p>{what}</p>" + (f"<code>{escape(command)}</code>" if command else f"<p>{escape(gone)}</p>")
     heads = {name[1]: key for key in row.own if (name := re.fullmatch(r"score\.groups\.(.+)\.mean", key))}
     means = [f"{name} {100 * mean:.1f}" for name, key in heads.items() if (mean := _number(row.own, key)) is not None]
-    warnings = json.loads(row.own.get("warnings") or "[]")
+    warnings = row.own.parsed("warnings", _texts, "JSON list of texts") or []
     lines = [f"score by group: {', '.join(means)}"] * bool(means) + warnings
     return f"<details><summary>command{', notes' * bool(warnings)}</summary>{parts}{listed(lines, 'notes')}</details>"

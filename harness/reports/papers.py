@@ -8,7 +8,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from harness.results.files import read_json
+from harness.results.files import read_json, unescaped
 from harness.terminal.notices import say_once
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def ours(experiment: str, runs: Path | None = None) -> pd.DataFrame:
     if rows.empty:
         raise ValueError(f"{experiment}: no results are committed. Run it into a folder of that name in {runs}.")
     text = rows.loc[:, (rows != "").any()].to_csv(index=False)  # without the columns of other experiments
-    return pd.read_csv(StringIO(text))
+    return pd.read_csv(StringIO(text)).map(unescaped)
 
 
 def our_observation(experiment: str, runs: Path | None = None) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from harness.results.records import RecordError, StoreError
 from harness.terminal.stopping import whole
 from kernels.temporary import replacing
 
+FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")  # how text begins that spreadsheets run, or what `_escaped` made of it
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 DELETE_LINE = "delete that line and run the same command again, which makes what is missing"
 
 
@@ -52,12 +56,47 @@ def write_json(path: Path, plain: Mapping[str, Any]) -> None:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows as CSV; a row may lack columns. pandas is imported here because benchmarks must
-    run without it."""
+    """Write rows as CSV; a row may lack columns. Text that a spreadsheet would run as a formula gets
+    a ' in front, which `unescaped` removes. pandas is imported here because benchmarks must run
+    without it."""
     import pandas
 
     names = dict.fromkeys(name for row in sorted(rows, key=len, reverse=True) for name in row)
-    write_atomically(path, pandas.DataFrame(rows, columns=list(names), dtype=object).to_csv(index=False))
+    table = pandas.DataFrame(rows, columns=list(names), dtype=object).map(_escaped).rename(columns=_escaped)
+    text = table.to_csv(index=False)
+    if "\r" in text:  # which ends a line for readers, and is no reason for a quote to the writer
+        text = table.to_csv(index=False, quoting=csv.QUOTE_NONNUMERIC)
+    write_atomically(path, text)
+
+
+def read_csv(path: Path, known_by: Set[str] = frozenset()) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield (place, cells by column) for each row of a CSV file that `write_csv` wrote; none if it
+    lacks one of the columns `known_by`. `place` is file and row as a spreadsheet counts them, for
+    errors. Raise `StoreError` if it is no such file, or a row has more or fewer cells than the
+    first."""
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            head, *rows = list(csv.reader(file)) or [[]]
+    except (csv.Error, OSError, ValueError) as error:
+        raise StoreError(f"cannot read {path}: {reason(error)}; make it again, or move it away") from error
+    columns = list(map(unescaped, head))
+    for number, row in enumerate(rows if known_by <= {*columns} else (), 2):
+        if row and len(row) != len(columns):
+            size = f"{len(row)} cells for {len(columns)} columns"
+            raise StoreError(f"{path}, row {number}: {size}; make the file again, or delete the row")
+        if row:
+            yield f"{path}, row {number}", dict(zip(columns, map(unescaped, row), strict=True))
+
+
+def unescaped(cell: Any) -> Any:
+    """Return a cell of a CSV file of ours as it was before `write_csv` escaped it; numbers and all
+    other text stay as they are."""
+    return cell[1:] if isinstance(cell, str) and cell[:1] == "'" and FORMULA.match(cell) else cell
+
+
+def _escaped(cell: Any) -> Any:
+    runs = isinstance(cell, str) and FORMULA.match(cell) and not NUMBER.fullmatch(cell)
+    return f"'{cell}" if runs else cell
 
 
 def write_yaml(path: Path, config: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from html import unescape
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from harness.commands import report
@@ -18,6 +19,8 @@ from harness.config.catalogue import flatten
 from harness.config.compose import composed
 from harness.reports.leaderboard import Row, command_of, leaderboard, published_tables
 from harness.reports.papers import PUBLISHED
+from harness.results.files import unescaped, write_csv
+from harness.results.records import StoreError
 from tests.harness.reports.test_page import BROWSER, opened
 
 TASK = "task=ruler 'task.tasks=[niah_single_2]' model=smollm2"
@@ -85,6 +88,42 @@ def test_rows_stand_with_their_prompts_and_say_what_was_not_measured(folder: Pat
     assert "TT2T and TPOT: 3 prompts" in page
     places = re.findall(r"docs/\w+\.md|results/published/\w+", page)  # of what has no rows here
     assert [(PUBLISHED.parents[1] / place).exists() for place in places] == [True, True]
+
+
+def test_no_cell_is_a_formula_and_all_are_read_back(tmp_path: Path) -> None:
+    """`NAME` of a plug-in of the user's own can be any text; numbers stay numbers."""
+    formulas = {"model": "@SUM(1)", "presets.task": "+1+cmd", "seed": "\t=1", "cpu": "\r=1", "=x": "-x", "note": "'=x"}
+    given = row(
+        '=HYPERLINK("http://x","y")', **formulas, **{"full.diff": -0.5, "other": "'x", "low": "-5", "end": "a\rb"}
+    )
+    write_csv(tmp_path / "made.csv", [given])
+    with open(tmp_path / "made.csv", encoding="utf-8", newline="") as file:
+        written = [cell for line in csv.reader(file) for cell in line]
+    assert [cell for cell in written if cell[:1] in set("=+-@\t\r")] == ["-0.5", "-5"]
+    [[kept]] = [table.rows for table in published_tables([tmp_path])]
+    assert kept.own == {key: str(value) for key, value in given.items()}
+    [back] = pd.read_csv(tmp_path / "made.csv").map(unescaped).rename(columns=unescaped).to_dict("records")
+    assert {key: back[key] for key in formulas} == formulas
+
+
+@pytest.mark.parametrize(
+    ("column", "cell"),
+    [("budget.layers", "[1,"), ("warnings", "oops"), ("score.mean", "high"), ("budget.asked", "inf"), ("command", "'")],
+)
+def test_a_cell_that_cannot_be_read_is_named(tmp_path: Path, column: str, cell: str) -> None:
+    write_csv(tmp_path / "made.csv", [row("full"), row("quest", **{column: cell})])
+    with pytest.raises(StoreError, match=rf"made.csv, row 3, column {column}: .* is no .*; correct it, or"):
+        leaderboard([tmp_path])
+
+
+def test_a_file_that_is_cut_or_lacks_a_column_is_named(tmp_path: Path) -> None:
+    write_csv(tmp_path / "made.csv", [{key: cell for key, cell in row("full").items() if key != "model"}])
+    with pytest.raises(StoreError, match=r"made.csv, row 2: there is no column model; correct it, or"):
+        leaderboard([tmp_path])
+    text = (tmp_path / "made.csv").read_text()
+    (tmp_path / "made.csv").write_text(text.rpartition(",")[0])
+    with pytest.raises(StoreError, match=r"made.csv, row 2: \d+ cells for \d+ columns; make the file again"):
+        leaderboard([tmp_path])
 
 
 @pytest.mark.parametrize("step", [25, pytest.param(1, marks=pytest.mark.slow)])
