@@ -129,7 +129,10 @@ def test_a_thought_that_does_not_end_has_no_answer(
     )
     show.main([str(finished.folder)])
     assert "4 tokens, 4 of them a thought that did not end, so there is no answer" in capsys.readouterr().out
-    rescore.main([str(finished.folder)])
+    named = tmp_path / "conf" / "task" / "key.yaml"  # only a task that the user names is built
+    named.parent.mkdir(parents=True)
+    named.write_text(f"_target_: {Key.__module__}.Key\n")
+    rescore.main([str(finished.folder), f"--config-dir={tmp_path / 'conf'}"])
     assert "0 of 3 scores differ" in capsys.readouterr().out
     ends = scripted(tmp_path / "ends", kind, [[*SAYS[kind][0][: SAYS[kind][0].index(" we")], END]])
     for record in run(tmp_path, ends, thinking="on").records:
