@@ -116,6 +116,8 @@ def whole_lines(path: Path) -> list[bytes]:
     exist. Half a last line, which a killed process leaves or a running one is writing, is left
     out."""
     try:
+        if os.path.lexists(path) and not path.is_file():  # a pipe would wait for a writer
+            raise StoreError(f"cannot read {path}: it is no file, or a link to none")
         return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     except OSError as error:
         raise StoreError(f"cannot read {path}: {reason(error)}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -182,6 +183,12 @@ def test_what_cannot_be_read_or_written(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(StoreError, match="results/runs/niah-full"):
         find([Path("niah-full")])
     folder = write_run(tmp_path, [])
+    for odd in (os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/nowhere")):
+        examples = folder / "examples.jsonl"
+        examples.rename(tmp_path / f"before {odd}")
+        odd(examples)
+        with pytest.raises(StoreError, match=r"examples\.jsonl: it is no file"):
+            load(folder)
     (folder / "run.json").write_text("{")
     with pytest.raises(StoreError, match=r"run\.json"):
         load(folder)
