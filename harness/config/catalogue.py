@@ -287,7 +287,7 @@ def config_dirs(arguments: Sequence[str]) -> list[Path]:
     for place, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")
         if flag in ("--config-dir", "-cd"):
-            folders.append(typed(value if equals else [*arguments, ""][place + 1]))
+            folders.append(typed(value if equals else [*arguments, ""][place + 1], f"{flag}="))
     return folders
 
 

@@ -21,6 +21,7 @@ from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationResolutionError
 
 from harness.config import plugins
 from harness.config.catalogue import (
@@ -47,6 +48,7 @@ VALUED = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd")  # Hydra's fl
 FLAGS = (*SWEEP, *VALUED, "--info", "-i", "--resolve", "--run", "-r", "--hydra-help")
 OF_A_LAUNCHER = f"{LAUNCHER}=NAME and hydra.launcher.KEY=VALUE"
 HOW = "write key=value, a list as key=[1,2], text with commas, brackets or quotes as key='\"a, b\"'"
+UNNAMED = "No {group} is named: write {group}=NAME, or with -m several, as {group}=NAME,NAME."
 SET_BY_TUNE = {  # setting -> why a search has no choice of it
     "seed": "it chooses on examples that no table is about",
     "shared_prefill": "one prefill serves all values of a parameter",
@@ -117,9 +119,16 @@ def _require_usual(choices: Mapping[str, str]) -> None:
 def taken(config: Any, about: Any) -> Composed:
     """Return a job as plain values, which any process can run. `config`: the configuration that
     Hydra composed; `about`: Hydra's own part of it (`config.hydra`)."""
-    chosen = {group: about.runtime.choices[group] for group in GROUPS}
+    chosen = {group: about.runtime.choices.get(group) for group in GROUPS}
+    for group in [group for group, name in chosen.items() if name is None]:
+        raise SettingsError(UNNAMED.format(group=group))
     own = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
-    plain: dict[str, Any] = OmegaConf.to_container(own, resolve=True)  # type: ignore[assignment]
+    try:
+        plain: dict[str, Any] = OmegaConf.to_container(own, resolve=True)  # type: ignore[assignment]
+    except InterpolationResolutionError as error:
+        raise SettingsError(
+            f"{error.full_key} names a value that is not there ({str(error).splitlines()[0]}): write it out."
+        ) from error
     return Composed(plain, chosen, list(about.overrides.task))
 
 
@@ -198,6 +207,8 @@ def for_hydra(
         bare = key.lstrip("+")
         if bare == EXPERIMENT:
             key = f"+{bare}"
+        elif bare in GROUPS and value in ("", "null"):
+            raise SettingsError(UNNAMED.format(group=bare))
         elif bare.partition(".")[0] in GROUPS and ("." in bare or value.startswith("{")):
             key = bare if bare in grid else f"++{bare}"
         ready.append(f"{key}{equals}{_quoted(typed(value, f'{key}=') if value.startswith('~') else value)}")

@@ -12,6 +12,10 @@ Cli = Callable[..., tuple[int, str, str]]
 
 RUNS = {  # kind -> words of `python -m harness`, and what the sentence has to name
     "unknown method": (["method=oracel"], "oracle"),
+    "a list for a name": (["method=[snapkv,h2o]"], "method=NAME"),
+    "no name": (["-m", "model=random", "method=null"], "method=NAME"),
+    "a value that is not there": (["seed=${nowhere}"], "seed names a value that is not there"),
+    "no folder behind a flag": (["--config-dir"], "--config-dir= is empty"),
     "unknown setting": (["budgt=0.2"], "budget"),
     "unknown parameter": (["method.sink=3"], "sinks"),
     "parameter as a setting": (["sinks=3"], "method.sinks"),
