@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from evals.stats import ALPHA
+from harness.reports.columns import NOT_KEPT
 from harness.reports.pictures import figures
 from harness.results.files import unescaped
 
@@ -98,6 +99,8 @@ def listing(names: Sequence[str], methods: Sequence[str] = ()) -> str:
     cells = {"method": rows["method"]}
     for column, (heading, factor, form) in columns.items():
         cells[heading] = rows[column].map(lambda x, k=factor, f=form: "" if pd.isna(x) else format(x * k, f))
+    if "budget.not_kept" in rows:
+        cells["budget (%)"] += rows["budget.not_kept"].notna().map({True: NOT_KEPT, False: ""})
     return _markdown(pd.DataFrame(cells), 1)
 
 
@@ -151,7 +154,8 @@ def _by_score(rows: pd.DataFrame) -> pd.DataFrame:
 def _markdown(cells: pd.DataFrame, words: int) -> str:
     """Return a Markdown table; its first `words` columns are words, the others numbers."""
     lines = [list(cells), [":--"] * words + ["--:"] * (len(cells.columns) - words), *cells.to_numpy().tolist()]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return text + f"\n{NOT_KEPT}: the row did not keep its budget.\n" * (NOT_KEPT in text)
 
 
 def headline_rows(name: str) -> pd.DataFrame:
@@ -190,6 +194,8 @@ def headline(name: str) -> str:
     }
     for heading in list(cells)[4:]:
         cells[heading] = cells[heading].map(lambda value: "" if pd.isna(value) else f"{value:.1f}")
+    if "budget.not_kept" in rows:
+        cells["attended (%)"] += rows["budget.not_kept"].notna().map({True: NOT_KEPT, False: ""})
     sources = {"": rows, "`read`: ": read, "TT2T and TPOT: ": times}
     prompts = "; ".join(f"{what}{_prompts(table, name)}" for what, table in sources.items())
     full = pd.concat([headline_rows(f"{name}_floor"), rows.loc[["full"]]])

@@ -55,6 +55,11 @@ def test_a_page_is_filled_between_its_markers(tables: dict[str, Any], tmp_path: 
     assert "old" not in page
     assert [line[:4] for line in cells(page)[1:]] == [["full", "", "80.0", "80.0"], ["quest", "20", "50.0", "50.0"]]
     assert tables["filled"](page) == page
+    not_kept = {"budget.not_kept": "read 5 of 100 prompts whole, not 20.0 %"}
+    pd.DataFrame([row("full", 0.8), row("quest", 0.5, **not_kept)]).to_csv(tmp_path / "a.csv")
+    marked = tables["filled"](page)
+    assert [line[1] for line in cells(marked)[1:]] == ["", "20†"]
+    assert "†: the row did not keep its budget." in marked
 
 
 def test_a_headline_shows_what_was_measured(tables: dict[str, Any], tmp_path: Path) -> None:

@@ -38,14 +38,18 @@ PEAKS = {  # head -> key of summary.json's `memory`
     "host peak\nprefill": "prefill_host_peak_bytes",
     "host peak\ndecode": "decode_host_peak_bytes",
 }
+NOT_KEPT = "†"  # behind a budget that a run did not keep
 
 
 def names(entries: Sequence[ReportRow]) -> list[Column]:
-    """Return the two columns that name a row: method and budget."""
+    """Return the two columns that name a row: method and budget, with a mark where it was not
+    kept."""
     rows = [entry.summary for entry in entries]
+    marks = [NOT_KEPT * bool(row["budget"].get("not_kept")) for row in rows]
+    budgets = [f"{budget(row)}{mark}" for row, mark in zip(rows, marks, strict=True)]
     return [
         Column("method", "", [entry.label for entry in entries], left=True),
-        Column("budget", "", [budget(row) for row in rows], values=[asked(row) for row in rows]),
+        Column("budget", "", budgets, values=[asked(row) for row in rows]),
     ]
 
 

@@ -150,13 +150,15 @@ def _latex(table: ReportTable, caption: str) -> str:
     import pandas as pd
 
     shown = [column for column in table.columns if not column.empty]
+    marked = any(columns.NOT_KEPT in cell for column in shown[:NAMES] for cell in column.cells)
+    said = " ".join(caption.split()) + f" ({columns.NOT_KEPT}: budget not kept)" * marked
     heads = [" ".join([*column.head.split(), *[f"({column.unit})"] * bool(column.unit)]) for column in shown]
     rows = pd.DataFrame(list(zip(*(map(visible, column.cells) for column in shown), strict=True)), columns=heads)
     float_of = rows.to_latex(
         index=False,
         escape=True,
         column_format="".join("l" if column.left else "r" for column in shown),
-        caption=visible(" ".join(caption.split())).translate(IN_LATEX),
+        caption=visible(said).translate(IN_LATEX),
         label=f"tab:{re.sub(r'[^a-z0-9]+', '-', caption.lower()).strip('-')}",
     )
     return "\n".join([*map(_comment, filter(None, table.notes)), str(float_of)])

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from harness.config.catalogue import Entry, entries, experiments
-from harness.reports.columns import cost_difference, overview
+from harness.reports.columns import NOT_KEPT, cost_difference, overview
 from harness.reports.compare import PERPLEXITY, Comparison, ReportRow
 from harness.reports.document import ReportTable
 from harness.reports.labels import budget
@@ -45,6 +45,7 @@ TITLE = "KV-cache methods: all published tables"
 INTRODUCTION = (
     "Rows compare within a table alone, where all have the same prompts; numbers of different tables do not compare.",
     "*: differs from Full after Holm's correction over the table. NLL: cost of the right answer; less is better.",
+    f"{NOT_KEPT}: the row did not keep its budget, and its notes say what it read.",
     "KV dev, KV host: most bytes of keys, values and index held there; moved, read: bytes of a decode step, the mean; "
     "TT2T: time to the second token, TPOT: time of each further one, medians.",
     "In a command, DATA stands for the folder of your data sets.",
@@ -177,6 +178,7 @@ def _entry(row: PublishedRow) -> ReportRow:
             "asked": int(size) if size and size > 1 else size,  # tokens, or a share
             "bytes": _number(own, "budget.bytes"),
             "counts": own.get("budget.counts"),
+            "not_kept": own.get("budget.not_kept"),
             "layers": own.parsed("budget.layers", _numbers, "JSON list of numbers"),
             "attended": {"share": _number(own, "budget.attended.share")},
         },
@@ -309,5 +311,6 @@ def _origin(row: PublishedRow) -> str:
     heads = {name[1]: key for key in row.own if (name := re.fullmatch(r"score\.groups\.(.+)\.mean", key))}
     means = [f"{name} {100 * mean:.1f}" for name, key in heads.items() if (mean := _number(row.own, key)) is not None]
     warnings = row.own.parsed("warnings", _texts, "JSON list of texts") or []
+    warnings += [f"budget not kept: {why}"] if (why := row.own.get("budget.not_kept")) else []
     lines = [f"score by group: {', '.join(means)}"] * bool(means) + warnings
     return f"<details><summary>command{', notes' * bool(warnings)}</summary>{parts}{listed(lines, 'notes')}</details>"

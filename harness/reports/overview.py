@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from harness.reports.columns import signed
+from harness.reports.columns import NOT_KEPT, signed
 from harness.reports.compare import Comparison, ReportRow
 from harness.reports.conditions import machine_of
-from harness.reports.labels import COUNTS_ANSWER
 from harness.results.alarms import ANSWER_CUT
 from harness.terminal.tables import percent
 
@@ -20,7 +19,6 @@ WIDTH = 120  # characters of the table
 LINE = WIDTH - 2  # of a line below the table, which is indented
 ALARM = "ALARM: "  # begins a line on what must be wrong
 MOST_LINES = 5  # below the table, with one more that says where the rest is
-OFF_BUDGET = 0.1  # of the budget: what steps read may differ from it by so much
 LONG_ANSWER = 256  # tokens; in an answer of so many the end is what counts
 TAIL = 36  # characters at the end of a line that is cut
 
@@ -89,7 +87,7 @@ def _asked(entry: ReportRow) -> int:
 
 def _conclusions(table: Comparison) -> Iterator[tuple[str, list[str], str]]:
     """Yield the parts of sentences (start, items, end): which rows differ from Full, which do not,
-    and how large a loss these may still have."""
+    how large a loss these may still have, and which did not keep their budget."""
     entries = table.entries
     if alone := [f"{entry.title}, because {entry.not_held}" for entry in entries if entry.not_held]:
         yield "Not compared with Full: ", alone, ""
@@ -99,6 +97,8 @@ def _conclusions(table: Comparison) -> Iterator[tuple[str, list[str], str]]:
         lowest = min(entry.summary["full"]["ci95"][0] for entry in alike if entry.summary["full"]["ci95"] is not None)
         end = f" (a loss of {-100 * lowest:.0f} points is possible)" if lowest < 0 else ""
         yield "Scores not told from Full's: ", [entry.title for entry in alike], end
+    if broken := [f"{entry.title} {why}" for entry in entries if (why := entry.summary["budget"].get("not_kept"))]:
+        yield f"{NOT_KEPT} budget not kept: ", broken, ""
 
 
 def _loss(entry: ReportRow, table: Comparison) -> str:
@@ -123,7 +123,7 @@ def _cautions(table: Comparison) -> Iterator[str]:
     for caution, titles in cautions.items():
         doubts.append(f"{', '.join(titles) if len(titles) < len(table.entries) else 'all rows'}: {caution}")
     doubts += [alarm.text for alarm in table.alarms if not alarm.red]
-    doubts += [text for entry in table.entries for text in _off_budget(entry)]
+    doubts += [text for entry in table.entries for text in _capped(entry)]
     yield from (f"Caution: {text}." for text in doubts)
 
 
@@ -165,19 +165,9 @@ def _of_row(entry: ReportRow) -> Iterator[str]:
         yield f"{entry.title}: 0 of {len(thoughts)} answers thought, though thinking={config.get('thinking')}"
 
 
-def _off_budget(entry: ReportRow) -> Iterator[str]:
-    """Yield a note if a row read much more or less than its budget, or if its budget cut samples short.
-    Where heads read as many tokens as they need, the budget is an upper limit."""
-    row, config = entry.summary, entry.run.config
-    asked, read = row["budget"]["asked"], row["budget"]["attended"]["share"]
-    plain = config.get("budget_rule", "read") == "read" and config.get("align", "tokens") == "tokens"
-    plain = plain and not config.get("dense_layers") and row["budget"].get("counts") != COUNTS_ANSWER
-    varies = row["budget"]["attended"].get("p50") is not None
-    off = 0 if read is None or not isinstance(asked, float) else read - asked if varies else abs(read - asked)
-    if plain and off > OFF_BUDGET * (asked or 0):
-        why = next((f": {reason}" for record in entry.run.records if (reason := record.fallback)), "")
-        yield f"{entry.title} read {percent(read)} % of the prompt, not {percent(asked)} %{why}"
-    if capped := row["budget"].get("capped_share"):
+def _capped(entry: ReportRow) -> Iterator[str]:
+    """Yield a note if a row's budget cut samples short."""
+    if capped := entry.summary["budget"].get("capped_share"):
         yield f"{entry.title}: the budget cut {percent(capped)} % of the samples short, so their error has no bound"
 
 

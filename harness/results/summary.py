@@ -30,11 +30,13 @@ from harness.results.identity import model_name, word
 from harness.results.measures import MEASURES, means, over_known
 from harness.results.records import HISTORY_S, PEAKS, FailedExample, Record, Reply, SkippedExample, StoreError
 from harness.results.run_folder import INFO, SUMMARY, StoredRun, given, load
+from harness.terminal.tables import percent
 from methods.tiers.tier import DEVICE, TIERS, bytes_key
 
 SCHEMA = 11
 LIKELIHOOD = "answer_nll"  # of a record's measured numbers: nats per token
 MIN_WINDOWS = 24  # windows of a text below which nothing is said of how sure their difference is
+OFF_BUDGET = 0.1  # of the budget: what steps read may differ from it by so much
 ONE_TABLE = (
     "task",
     "model",
@@ -84,6 +86,7 @@ def summarise(
             "counts": (info.get("budget_use") or {}).get("counts", "prompt"),
             "extra_rows": (info.get("budget_use") or {}).get("extra_rows", 0),
             "total_tokens": over_known(fmean, [record.measured.get("attended_total") for record in records]),
+            "not_kept": _not_kept(records, config, info),
         },
         **{key: config.get(key) for key in ("protocol", "placement", "codec", "dtype", "device", "batch", "seed")},
         "num_examples": len(records),
@@ -147,6 +150,31 @@ def _score(records: Sequence[Record], info: Mapping[str, Any]) -> dict[str, Any]
 def _read(records: Sequence[Record], measure: str) -> dict[str, float | None]:
     tokens, shares = [r.measured.get(measure) for r in records], [r.share(measure) for r in records]
     return {"tokens": over_known(fmean, tokens), "share": over_known(fmean, shares)}
+
+
+def _not_kept(records: Sequence[Record], config: Mapping[str, Any], info: Mapping[str, Any]) -> str | None:
+    """Return in words what was read instead, and why, where a run did not keep its budget: if the
+    mean differs much from it, or if a prompt was read whole. Where heads read as many tokens as
+    they need, the budget is an upper limit. None if it was kept, or is no share or number of the
+    prompt's tokens."""
+    asked = _asked(config)["asked"]
+    counts_answer = (info.get("budget_use") or {}).get("counts", "prompt") != "prompt"
+    if not asked or counts_answer or config.get("align", "tokens") != "tokens":
+        return None
+    tokens, share = _read(records, "attended_prompt").values()
+    usual = config.get("budget_rule", "read") == "read" and not config.get("dense_layers")
+    excess = 0.0 if tokens is None or share is None else (share if isinstance(asked, float) else tokens) - asked
+    limit = not isinstance(asked, float) or _over_layers(records)["p50"] is not None  # which may be more than was read
+    whole = [record for record in records if isinstance(asked, float) and (record.attended_share or 0) >= 1 > asked]
+    if usual and (excess if limit else abs(excess)) > OFF_BUDGET * asked:
+        shares = f"{percent(share)} % of the prompt, not {percent(asked)} %"
+        read = shares if isinstance(asked, float) else f"{tokens:.0f} tokens of the prompt, not {asked}"
+    elif whole:
+        read = f"{len(whole)} of {len(records)} prompts whole, not {percent(asked)} %"
+    else:
+        return None
+    why = next((f": {reason}" for record in [*whole, *records] if (reason := record.fallback)), "")
+    return f"read {read}{why}"
 
 
 def _over_layers(records: Sequence[Record]) -> dict[str, float | None]:

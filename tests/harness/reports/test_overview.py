@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,11 @@ import pytest
 from harness.commands import report
 from harness.reports.columns import overview
 from harness.reports.compare import comparisons
+from harness.reports.document import as_latex, as_markdown, as_rows, as_text
+from harness.reports.leaderboard import leaderboard
 from harness.reports.overview import WIDTH, lines
+from harness.reports.page import page
+from harness.results.files import read_csv, write_csv
 from harness.results.run_folder import load
 from tests.fake_records import record, records, write_run
 
@@ -64,7 +69,9 @@ def test_a_row_that_stands_alone_is_compared_with_nothing(tmp_path: Path) -> Non
 def test_a_long_caution_keeps_its_end_and_others_are_counted(tmp_path: Path) -> None:
     write_run(tmp_path, records([1.0] * 12))
     for place in range(4):
-        write_run(tmp_path, records([1.0] * 12, attended_prompt=90.0), f"a_method_of_a_long_name_{place}", budget=0.1)
+        lines = records([1.0] * 12, attended_prompt=90.0)
+        facts = {"cautions": [f"{place} " + "a long caution " * 9]}
+        write_run(tmp_path, lines, f"a_method_of_a_long_name_{place}", budget=0.1, facts=facts)
     last = shown(tmp_path)[-1]
     assert len(last) <= WIDTH - 2
     assert last.endswith("more with --details.")
@@ -79,7 +86,31 @@ def test_it_names_thoughts_another_rotation_and_why_all_was_read(tmp_path: Path)
     text = "\n".join(shown(tmp_path))
     assert "1 prompt of 100 tokens" in text
     assert "quest 10%: 0 of 1 answers thought, though thinking=20" in text
-    assert "quest 10% read 100.0 % of the prompt, not 10.0 %: all is read" in text
+    assert "† budget not kept: quest 10% read 100.0 % of the prompt, not 10.0 %: all is read" in text
+
+
+def test_a_budget_that_was_not_kept_is_marked_in_every_form(tmp_path: Path) -> None:
+    """One of twelve prompts was read whole, which the mean hardly shows; a number of tokens is a limit."""
+    facts = {"presets": {"method": "m", "task": "niah", "model": "tiny"}}
+    few = records([1.0] * 11, attended_prompt=9.5)
+    whole = record("whole", attended_prompt=100.0, fallback="its windows hold 33 tokens")
+    write_run(tmp_path, [*few, whole], "snapkv", budget=0.2, dense_layers=[0], facts=facts)
+    for method, budget, read in (("quest", 20, 30.0), ("h2o", 60, 30.0), ("tova", 0.3, 30.0), ("sparq", 0.3, 20.0)):
+        write_run(tmp_path, records([1.0] * 12, attended_prompt=read), method, budget=budget, facts=facts)
+    said = {
+        "quest": "read 30 tokens of the prompt, not 20", "sparq": "read 20.0 % of the prompt, not 30.0 %",
+        "snapkv": "read 1 of 12 prompts whole, not 20.0 %: its windows hold 33 tokens", "h2o": None, "tova": None,
+    }  # fmt: skip
+    [table] = comparisons([load(file.parent) for file in tmp_path.rglob("run.json")])
+    assert {entry.summary["method"]: entry.summary["budget"]["not_kept"] for entry in table.entries} == said
+    write_csv(tmp_path / "rows.csv", as_rows([table]))
+    forms = [as_latex([table]), as_markdown([table]), as_text([table]), page([table], []), leaderboard([tmp_path])]
+    for form in forms:
+        cells = set(re.findall(r"\b\d+\\?%?†?(?= |<)", form))
+        assert {"20†"} <= cells
+        assert {"60"} <= cells
+    assert "(†: budget not kept)}" in forms[0]
+    assert {row["method"]: row["budget.not_kept"] or None for _, row in read_csv(tmp_path / "rows.csv")} == said
 
 
 def test_drawn_answers_are_named_as_such_and_as_cut_off(tmp_path: Path) -> None:

@@ -50,7 +50,10 @@ def test_keys_are_the_documented_ones(good: list[Record]) -> None:
     row = summary(records([1.0, 0.0], **SPARSE), good)
     assert " ".join(row) == KEYS
     assert " ".join(row["memory"]) == MEMORY
-    assert " ".join(row["budget"]) == "asked bytes layers attended union capped_share counts extra_rows total_tokens"
+    assert (
+        " ".join(row["budget"])
+        == "asked bytes layers attended union capped_share counts extra_rows total_tokens not_kept"
+    )
     assert row["prompt_tokens"] == {"min": 100, "median": 100, "max": 100}
     assert list(row["score"]) == ["mean", "ci95", "groups", "averages"]
     assert list(row["full"]) == ["mean", "diff", "ci95", "p"]
