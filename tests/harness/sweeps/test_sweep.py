@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from omegaconf import DictConfig
 
 from harness.config.compose import Composed
 from harness.sweeps.sweep import groups, labels
@@ -33,6 +35,19 @@ def test_budgets_and_parameters_are_for_the_methods_that_have_them(cli: Cli, tmp
     assert "job 1/3 " in err
     ran = sorted(folder.name.split("-")[1] for folder in (tmp_path / "runs").glob("niah-*"))
     assert ran == ["full", "shadowkv", "shadowkv"]
+
+
+def test_each_job_of_a_sweep_is_composed_once(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra's own sweeper composes all jobs before it starts them, and each again."""
+    really, points = ConfigLoaderImpl.load_sweep_config, list[list[str]]()
+
+    def load(loader: ConfigLoaderImpl, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
+        points.append(sweep_overrides)
+        return really(loader, master_config, sweep_overrides)
+
+    monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", load)
+    assert cli("-m", "method=streaming", "dry_run=true", "seed=1,2,3")[0] == 0
+    assert sorted(word for point in points for word in point if "seed" in word) == ["seed=1", "seed=2", "seed=3"]
 
 
 def test_a_job_that_runs_out_of_memory_leaves_the_others_alone(cli: Cli, mortal: str) -> None:
