@@ -8,11 +8,10 @@ Nothing heavy is imported here, so that `python -m harness --help` answers at on
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.terminal.early import asked  # isort: skip (first, since what follows takes a while)
+import harness.terminal.early  # isort: skip  # noqa: F401 (first, since what follows takes a while)
 from harness.config.clashes import settle_clashes
 
 if TYPE_CHECKING:
@@ -31,19 +30,6 @@ _HOMES = {
 
 settle_clashes()
 __path__.append(str(Path(__file__).parent / "commands"))  # for `python -m harness.report`
-
-
-def _refuse_removed_command() -> None:
-    """End `python -m harness.lint` with what to use instead, which Python's own message would not name."""
-    from harness.config.catalogue import REMOVED_COMMANDS, removed_command
-
-    name = asked().removeprefix("harness.")
-    if name in REMOVED_COMMANDS:
-        sys.exit(f"error: {removed_command(name)}")
-
-
-if asked().startswith("harness."):
-    _refuse_removed_command()
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from harness.config.catalogue import REMOVED_COMMANDS
 from harness.config.errors import as_command
 from harness.terminal.notices import say
 
@@ -15,9 +14,7 @@ KINDS = ("ops", "layer", "decode", "profile", "generate")
 @as_command("the rows so far are written, and marked as partial; the same command measures all anew")
 def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in KINDS:
-        instead = REMOVED_COMMANDS.get(f"bench {arguments[0]}") if arguments else None
-        gone = f"There is no bench {arguments[0]} any more: {instead}. See CHANGELOG.md.\n" if instead else ""
-        say(f"{gone}{__doc__}\nChoose one of {', '.join(KINDS)}.")
+        say(f"{__doc__}\nChoose one of {', '.join(KINDS)}.")
         return 0 if arguments[:1] in ([], ["-h"], ["--help"]) else 2
     module = import_module(f"harness.bench.{arguments[0]}")
     module.main(module.parser().parse_args(arguments[1:]))

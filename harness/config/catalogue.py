@@ -1,4 +1,4 @@
-"""Lists what can be named: the yaml files of conf/ and of `--config-dir`, commands, and names that are gone.
+"""Lists what can be named: the yaml files of conf/ and of `--config-dir`, and commands.
 
 Imports neither a plug-in nor hydra.
 """
@@ -43,55 +43,6 @@ CARD = (
 
 Flat = dict[str, Any]  # dotted key -> value
 SENTENCE_END = re.compile(r"(?<=[.?]) (?=[A-Z])")
-
-# What earlier versions had, each with what to do instead; CHANGELOG.md lists them, too.
-REMOVED_COMMANDS = {
-    "bands": "compare Full with the tables in results/published",
-    "bench calibrate": "every benchmark measures the machine's limits first",
-    "bench fit": "measure with `python -m harness.bench decode` on the machine",
-    "bench history": "see results/published/cachedattention/history.json, or time turns of a run with history=store",
-    "bench kvpress": "use `make test-official KVPRESS=python`",
-    "bench latency": "use `python -m harness.bench decode --batch 1 4`, which has TTFT and TT2T",
-    "bench overflow": "see results/published/cachedattention/overflow.json",
-    "bench overlap": "see results/published/cachedattention/overlap.json",
-    "bench replay": "measure with `python -m harness.bench decode` on the machine",
-    "bench throughput": "use `python -m harness.bench decode --batch 1 2 4 max`",
-    "canonical": "use `python -m harness doctor --model`",
-    "lint": "use dry_run=true, which shows prompts and what is wrong with them",
-    "plan": "use dry_run=true or `python -m harness.bench decode --batch 1 2 4 max` for the batch that fits",
-    "explain": "use `python -m harness show RUN` and the report",
-}
-_ALWAYS = "leave it out"
-REMOVED_KEYS = {
-    "disk_link": "leave it out; on a CPU what crosses no bus takes no time, and a GPU's bus is measured",
-    "interleave": f"{_ALWAYS}: a prefill halts the others' decoding",
-    "link": "leave it out; on a CPU what crosses no bus takes no time, and a GPU's bus is measured",
-    "disk": "set the environment variable TMPDIR to the folder for placement=disk",
-    "layer_budgets": "use a method with budgets of its own per layer, such as pyramidkv, or dense_layers",
-    "memory_check": f"{_ALWAYS}: what does not fit is always refused before it loads",
-    "progress": f"{_ALWAYS}: send stderr elsewhere, as with 2> log.txt",
-    "read_buffer": f"{_ALWAYS}: as many layers as the paper's formula says load ahead",
-    "replay": "take conversations from a file with task.source=FILE; arrivals are drawn by seed",
-    "reuse_steps": "pass it to `attached` in Python",
-    "store.block_tokens": f"{_ALWAYS}: blocks have 256 tokens",
-    "store.copies": _ALWAYS,
-    "store.codec": f"{_ALWAYS}: rows are stored as the model made them",
-    "store.device": "set store.host; history=device_prefix leaves caches on the device",
-    "store.durable": _ALWAYS,
-    "store.io_threads": f"{_ALWAYS}: two threads read",
-    "store.lost": f"{_ALWAYS}: lost turns are counted, and the table names them",
-    "store.reserve": _ALWAYS,
-    "store.share": f"{_ALWAYS}: a conversation finds its own rows",
-    "store.write_buffer": f"{_ALWAYS}: 256 MB may wait to be written",
-    "wandb.entity": "set the environment variable WANDB_ENTITY",
-    "workers": "set hydra.launcher.n_jobs=N for joblib, hydra.launcher.array_parallelism=N for SLURM",
-    "triage": "leave it out; `python -m harness show RUN` shows the outputs, fidelity=N what the steps miss",
-}
-
-
-def removed_command(name: str) -> str:
-    """Say what to use instead of a command that earlier versions had."""
-    return f"There is no command {name} any more: {REMOVED_COMMANDS[name]}. See CHANGELOG.md."
 
 
 class ConfigError(ValueError):

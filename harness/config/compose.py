@@ -28,14 +28,12 @@ from harness.config.catalogue import (
     CONF,
     EXPERIMENT,
     GROUPS,
-    REMOVED_COMMANDS,
     Entry,
     commands,
     config_dirs,
     entries,
     experiments,
     plain,
-    removed_command,
 )
 from harness.config.errors import sentence
 from harness.config.plugins import suggestion
@@ -272,8 +270,6 @@ def explain(error: HydraException) -> str:
 def _unread(word: str) -> str:
     if word in commands():
         return f"{word} is a command and no setting: put it first, as in `python -m harness {word}`."
-    if word in REMOVED_COMMANDS:
-        return removed_command(word)
     if near := get_close_matches(word, commands(), n=1):
         return f"There is no command {word!r}; did you mean {near[0]}?"
     return f"Cannot read {word!r}: {HOW}."

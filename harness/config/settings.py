@@ -14,7 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from harness.config.catalogue import GROUPS, REMOVED_KEYS, entries, flatten, plain
+from harness.config.catalogue import GROUPS, entries, flatten, plain
 from harness.config.plugins import wrong_type
 from harness.config.values import FROM_0, FROM_1, Range, backends_in_one_line, check_values, expand_paths, size
 from harness.config.values import SettingsError as SettingsError
@@ -341,10 +341,7 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
 
 
 def unknown_setting(key: str) -> str:
-    """Return a sentence on a key that is no setting: what replaces it if it was removed, else the
-    nearest setting or parameter."""
-    if key in REMOVED_KEYS:
-        return f"There is no setting {key} any more: {REMOVED_KEYS[key]}. See CHANGELOG.md."
+    """Return a sentence on a key that is no setting, with the nearest setting or parameter."""
     owners = [f"{group}.{key}" for group in GROUPS if any(key in entry.values() for entry in entries(group))]
     near = owners or get_close_matches(key, (*KEYS, *GROUPS, "experiment"), n=1, cutoff=0.5)
     end = f"did you mean {near[0]}?" if near else "`python -m harness --help` shows them all."

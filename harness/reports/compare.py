@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import fmean
 from typing import Any
 
 from evals import stats
@@ -116,7 +115,7 @@ def _comparison(runs: Sequence[StoredRun], title: str, neighbours: Neighbours) -
     entries.sort(key=lambda entry: (method_of(entry.run) != FULL, entry.label, asked(entry.summary)))
     if any(run.config.get("budget_rule") == "paper" for run in runs):
         title += ", budget_rule=paper"
-    metric = str(runs[0].info.get("task_info", {}).get("metric", "score")).removeprefix("1/")  # of older runs
+    metric = str(runs[0].info.get("task_info", {}).get("metric", "score"))
     return Comparison(title, metric, corrected(entries, has_scores=metric != PERPLEXITY))
 
 
@@ -137,5 +136,5 @@ def corrected(entries: Sequence[ReportRow], has_scores: bool) -> list[ReportRow]
 def asked(summary: Mapping[str, Any]) -> float:
     """Return the budget as a number to sort rows by: a share (below 1), a number of tokens, or
     bytes; 0 without a budget."""
-    layers = summary["budget"]["layers"]
-    return fmean(layers) if layers else float(summary["budget"].get("bytes") or summary["budget"]["asked"] or 0)
+    budget = summary["budget"]
+    return float(budget.get("bytes") or budget["asked"] or 0)

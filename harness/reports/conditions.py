@@ -17,7 +17,7 @@ from harness.results.records import Record
 from harness.results.run_folder import StoredRun
 
 SUBJECTS = (("dtype", "device", "machine"), ("torch", "commit"))  # a line each
-SHOWN_APART = ("dtype", "device", "threads", "protocol", "layer_budgets")
+SHOWN_APART = ("dtype", "device", "threads", "protocol")
 
 
 def conditions(table: Comparison) -> Iterator[str]:

@@ -97,8 +97,6 @@ def budget(summary: Mapping[str, Any]) -> str:
     asked = summary["budget"]
     if asked.get("bytes"):
         return with_unit(asked["bytes"], BYTES)
-    if asked["layers"]:
-        return "by layer"
     buffer = f"+{asked['extra_rows']}" if asked.get("extra_rows") else ""
     in_all = f"{buffer} in all" if asked["asked"] and asked.get("counts") == COUNTS_ANSWER else ""
     return (f"{100 * asked['asked']:g}%" if isinstance(asked["asked"], float) else str(asked["asked"] or "")) + in_all

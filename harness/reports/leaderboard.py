@@ -150,10 +150,6 @@ def _finite(text: str) -> float:
     return value
 
 
-def _numbers(text: str) -> list[float]:
-    return list(map(float, json.loads(text)))
-
-
 def _texts(text: str) -> list[str]:
     return ["".join(line) for line in json.loads(text)]
 
@@ -179,7 +175,6 @@ def _entry(row: PublishedRow) -> ReportRow:
             "bytes": _number(own, "budget.bytes"),
             "counts": own.get("budget.counts"),
             "not_kept": own.get("budget.not_kept"),
-            "layers": own.parsed("budget.layers", _numbers, "JSON list of numbers"),
             "attended": {"share": _number(own, "budget.attended.share")},
         },
     }

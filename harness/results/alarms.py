@@ -121,7 +121,7 @@ def _budgets(rows: Sequence[AlarmRow]) -> Iterator[tuple[list[AlarmRow], str]]:
     """Yield (rows, reason) for each setting because of which the budgets of these rows do not mean
     the same, such as a share in one row and bytes in another. `reason` names the rows with each
     meaning."""
-    ruled = [row for row in rows if any(row.summary["budget"].get(key) for key in ("asked", "layers", "bytes"))]
+    ruled = [row for row in rows if any(row.summary["budget"].get(key) for key in ("asked", "bytes"))]
     meanings: dict[str, Callable[[AlarmRow], str | None]] = {
         "budget": _unit,
         "counts": lambda row: str(row.summary["budget"].get("counts", "prompt")),
@@ -149,7 +149,7 @@ def _unit(row: AlarmRow) -> str:
     budget = row.summary["budget"]
     if budget.get("bytes"):
         return "bytes"
-    return "by layer" if budget["layers"] else "a share" if isinstance(budget["asked"], float) else "a number of tokens"
+    return "a share" if isinstance(budget["asked"], float) else "a number of tokens"
 
 
 def _apart_from_full(rows: Sequence[AlarmRow]) -> list[AlarmRow]:

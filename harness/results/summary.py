@@ -127,11 +127,9 @@ def against(records: Sequence[Record], full: Sequence[Record] | None) -> dict[st
 
 
 def _asked(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the budget that was asked for, as `asked` or as `bytes`. `layers` takes the place of
-    `asked` in older runs with a budget per layer."""
-    layers = list(config.get("layer_budgets") or []) or None
-    asked = None if layers else config.get("budget")
-    return {"asked": asked, "bytes": config.get("budget_bytes"), "layers": layers}
+    """Return the budget that was asked for, as `asked` or as `bytes`. `layers` is null: no setting gives each layer
+    a budget, but files and tables of results have the key."""
+    return {"asked": config.get("budget"), "bytes": config.get("budget_bytes"), "layers": None}
 
 
 def _score(records: Sequence[Record], info: Mapping[str, Any]) -> dict[str, Any]:

@@ -269,9 +269,9 @@ def test_what_is_nearly_an_option_is_refused(words: list[str], capsys: pytest.Ca
     assert words[0] in capsys.readouterr().err
 
 
-def test_folders_of_6d01b6f8_are_still_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They hold settings that are no longer there, and checksums, which nobody checks."""
-    old = Path(shutil.copytree(Path(__file__).parents[1] / "results_of_6d01b6f8", tmp_path / "old"))
+def test_folders_of_2787ae1a_are_still_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They lack what came later, and hold what has gone since."""
+    old = Path(shutil.copytree(Path(__file__).parents[1] / "results_of_2787ae1a", tmp_path / "old"))
     text = printed(capsys, old, "--csv", tmp_path / "all.csv")
     assert [line.split()[0] for line in text.splitlines() if line.startswith(("full ", "streaming "))][:2] == [
         "full", "streaming",
@@ -281,6 +281,6 @@ def test_folders_of_6d01b6f8_are_still_read(tmp_path: Path, capsys: pytest.Captu
     assert (streaming["status"], streaming["num_examples"]) == ("complete", "2")
     assert float(streaming["budget.attended.tokens"]) == 51.0
     assert float(streaming["memory.kv_device_bytes"]) == 2_718_720
-    assert float(streaming["ttft_s.p50"]) == pytest.approx(0.689, abs=1e-4)
+    assert float(streaming["ttft_s.p50"]) == pytest.approx(0.4197, abs=1e-4)
     assert float(streaming["likelihood.mean"]) == pytest.approx(1.60, abs=0.01)
     assert float(full["memory.kv_device_bytes"]) > 4 * float(streaming["memory.kv_device_bytes"])

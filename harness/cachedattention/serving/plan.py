@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from harness.cachedattention.simulation.trace import TurnLengths, timed
-from harness.config.catalogue import GROUPS, REMOVED_KEYS
+from harness.config.catalogue import GROUPS
 from harness.config.compose import Word, built, combinations, composed
 from harness.config.plugins import suggestion
 from harness.config.settings import KEYS
@@ -108,8 +108,6 @@ def _refuse_unread(key: str) -> None:
         raise SettingsError("A server answers each question once: leave generation.samples out.")
     if key in OWN or first in (*READ, *GROUPS):
         return
-    if key in REMOVED_KEYS:
-        raise SettingsError(f"There is no setting {key} any more: {REMOVED_KEYS[key]}. See CHANGELOG.md.")
     if first in KEYS:
         raise SettingsError(
             f"{key} changes nothing for harness.serve: leave it out. docs/conversations.md says what it reads."

@@ -34,7 +34,7 @@ def row(
     ours, theirs = (np.mean([line.score for line in some]) for some in (lines, full.run.records if full else lines))
     summary = {
         "method": method,
-        "budget": {"asked": run.config["budget"], "layers": facts.get("layer_budgets")},
+        "budget": {"asked": run.config["budget"]},
         "full": {"diff": ours - theirs},
         "simulated": bool(info.get("simulated")),
         "host_is_cpu": bool(info.get("host_is_cpu")),
