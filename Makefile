@@ -25,10 +25,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) --no-deps kvpress==0.5.5 'cachetools<6' fire termcolor  # docs/loops.md says why
 	@touch $@
 
-check: setup  ## ruff and mypy
+check: setup  ## ruff, codespell, mypy, and what commits say of themselves, from SINCE=... on
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
+	$(BIN)/python -m tests.commits $(SINCE)
 
 # In random order, one worker per core; -p no:randomly and -n 0 turn either off.
 PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 8

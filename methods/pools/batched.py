@@ -74,7 +74,7 @@ class BatchedStore(KVStore):
     later, by `KVStore.advance`."""
 
     def __init__(self, stores: Sequence[KVStore], cache: CacheState, dead: int | None) -> None:
-        """`stores`: one per cache, each with one or more sequences. `dead`: how many free slots,
+        """Join `stores`, one per cache, each with one or more sequences. `dead`: how many free slots,
         places for sequences that join later, follow the sequences; None: there are no slots.
 
         If every KV head has a store of its own (`PerHeadStore`), the heads are treated as sequences

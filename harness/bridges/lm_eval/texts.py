@@ -47,8 +47,8 @@ class FreeAnswer:
     the answer or a stop is met."""
 
     def __init__(self, engine: Engine, number: int, ids: Sequence[int], ending: Mapping[str, Any]) -> None:
-        """`number`: the number of the request. `ids`: tokens of the prompt. `ending`: arguments of
-        `Engine.join` that say how tokens are picked and when to stop."""
+        """Take the request's `number`, the tokens of its prompt (`ids`) and the arguments of
+        `Engine.join` that say how tokens are picked and when to stop (`ending`)."""
         self.engine, self.number, self._ending = engine, number, ending
         self._ids: Sequence[int] | None = ids
 
@@ -121,7 +121,7 @@ class ScoredWindow:
     seals them and the other tokens are read by decode steps."""
 
     def __init__(self, engine: Engine, number: int, tokens: Sequence[int], scored: int, sealed: int) -> None:
-        """`number`: the number of the request. The last `scored` of `tokens` count, and the very
+        """Take the request's `number` and its `tokens`, of which the last `scored` count and the very
         last is not fed."""
         self.engine, self.number, self.scored, self.sealed = engine, number, scored, sealed
         self._tokens: Sequence[int] | None = tokens
