@@ -126,5 +126,6 @@ def test_wrong_parameters_and_rows_are_named(root: Path, tmp_path: Path) -> None
         (key, value), place = *wrong.items(), r"row r0 of local:LongBench-v2/data\.json"
         with pytest.raises(TaskError, match=f"{place} has {key}='{value}', not "):
             examples(write(tmp_path, [OFFICIAL["rows"][0] | wrong]), samples=1)
+    (tmp_path / "elsewhere" / "data").mkdir(parents=True)
     with pytest.raises(MissingData, match=r"zai-org/LongBench-v2 data.json .* --local-dir DATA/LongBench-v2"):
-        examples(root / "LongBench-v2")
+        examples(tmp_path / "elsewhere" / "data")
