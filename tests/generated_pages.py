@@ -1,14 +1,20 @@
-"""The pages of docs that are written from conf/ and from the cards of methods: `python -m tests.generated_pages`."""
+"""The pages of docs, and conf/config.yaml, that are written from the entries of settings, from conf/ and from the cards
+of methods: `python -m tests.generated_pages`."""
 
 from __future__ import annotations
 
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
+import yaml
+
 from harness.config.catalogue import Entry, Experiment, entries, experiments
-from harness.config.keys import parameters_of, sections
+from harness.config.keys import Setting, parameters_of, sections, settings
+from harness.config.settings import Settings
 from kernels import ops
 from tests.official.comparison import HEAD, stored
 
@@ -27,6 +33,7 @@ def code(text: str) -> str:
 
 
 DOCS = Path(__file__).parents[1] / "docs"
+CONFIG = DOCS.parent / "conf" / "config.yaml"
 COMMAND = "python -m tests.generated_pages"
 WIDTH = 128  # characters of a line of docs
 COMMANDS = {
@@ -47,7 +54,7 @@ COMPARED = ("prefill", "rule", "unit", "group_rule", "dense_layers", "sinks", "w
 NONE = ("none", "nothing", "not used")  # facts that have no row
 SETTINGS_TITLE = f"""# Commands and settings
 
-Written by `{COMMAND}`: change the comments in conf/, not this page.
+Written by `{COMMAND}`: change harness/config/settings.py and the comments in conf/, not this page.
 
 ## Commands
 
@@ -75,6 +82,24 @@ The rows "as in released code" say what its authors' code does alike, and
 or "deviations" has none of it."""
 OPERATIONS_HEAD = ("backends, in the order in which they are tried", "operations")
 EXPERIMENTS_HEAD = ("experiment", "what", "made by", "small variant")
+
+
+def config_yaml() -> str:
+    """Return conf/config.yaml with today's settings between its head and its end, which are Hydra's."""
+    head, _, rest = CONFIG.read_text(encoding="utf-8").partition("\n\n")
+    parts = [head]
+    for title, rows in groupby(settings(), key=lambda row: row.section):
+        parts.append("\n".join([f"# {title}", *map(_yaml_line, rows)]))
+    return "\n\n".join(parts) + "\n\nhydra:" + rest.partition("\nhydra:")[2]
+
+
+def _yaml_line(row: Setting) -> str:
+    group, _, name = row.key.rpartition(".")
+    value = row.default
+    if isinstance(attrgetter(row.key)(Settings()), str) and yaml.safe_load(value) != value:
+        value = f'"{value}"'  # on and off are truth values in YAML
+    line = f"{'  ' * bool(group)}{name}: {value}".rstrip()
+    return f"{line:<19}  # {row.meaning}" if row.meaning else line
 
 
 def settings_page() -> str:
@@ -189,6 +214,7 @@ def with_table(page: str, head: Sequence[str], today: str) -> str:
 
 
 def main() -> None:
+    CONFIG.write_text(config_yaml(), encoding="utf-8")
     (DOCS / "settings.md").write_text(settings_page(), encoding="utf-8")
     (DOCS / "methods.md").write_text(methods_page(entries("method")), encoding="utf-8")
     for name in ("experiments", "kernels"):

@@ -1,26 +1,24 @@
 """Lists every key of the command line with its default and meaning, for `--help` and
 docs/settings.md.
 
-It is made from the comments of conf/ and the types in harness/config/settings.py. It imports
-neither torch nor hydra.
+It is made from the entries and types in harness/config/settings.py and the comments of conf/. It
+imports neither torch nor hydra.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
-
-import yaml
+from typing import NamedTuple, get_type_hints
 
 from harness.config.catalogue import CONF, GROUPS, Entry, entries, plain
+from harness.config.entry import RARE_SECTIONS, SECTIONS
 from harness.config.plugins import spell
-from harness.config.settings import CHOICES, NESTED, Settings
+from harness.config.settings import CHOICES, ENTRIES, NESTED, Settings
 from harness.terminal.tables import aligned
 
-_LINE = re.compile(r"(?P<indent> *)(?P<name>\w+):(?:.*? # *(?P<comment>.*))?")
 EXAMPLES = """  python -m harness method=pqcache task=niah                one run, Full with it, a table at the end
   python -m harness -m method=full,pqcache budget=0.1,0.2   a sweep: every combination
   python -m harness -m +experiment=small/pqcache_fig9b      a paper's table or figure at a small size"""
@@ -41,8 +39,6 @@ _FLAGS = """Flags
   --cfg job         print the composed configuration, run nothing
   --version         print version and commit
   --hydra-help      Hydra's own flags"""
-
-RARE_SECTIONS = ("Conversations of several turns", "Where else finished runs are shown")  # left out of --help
 
 
 class Setting(NamedTuple):
@@ -65,31 +61,20 @@ class Setting(NamedTuple):
 
 
 def settings() -> list[Setting]:
-    """Return the settings of conf/config.yaml, in its order."""
-    text = (CONF / "config.yaml").read_text(encoding="utf-8")
-    body = text.partition("\n\n")[2].partition("\nhydra:")[0]
-    return list(_settings(body.splitlines(), yaml.safe_load(text)))
+    """Return the settings in the order of conf/config.yaml: by section."""
+    defaults = Settings()
+    rows = [_row(key, attrgetter(key)(defaults)) for key in ENTRIES]
+    return sorted(rows, key=lambda row: SECTIONS.index(row.section))
 
 
-def _settings(lines: Iterable[str], config: dict[str, Any]) -> Iterator[Setting]:
-    section, group, hints = "", "", get_type_hints(Settings)
-    for line in lines:
-        if line.startswith("#"):
-            section = line.removeprefix("#").strip()
-        elif match := _LINE.match(line):
-            name, comment = match["name"], match["comment"] or ""
-            if match["indent"]:
-                key, hint = f"{group}.{name}", get_type_hints(NESTED[group])[name]
-                yield Setting(section, key, plain(config[group][name]), _values(key, hint), comment)
-            elif name in NESTED:
-                group = name
-                yield Setting(section, group, "", "", comment)
-            else:
-                yield Setting(section, name, plain(config[name]), _values(name, hints[name]), comment)
-
-
-def _values(key: str, hint: Any) -> str:
-    return ", ".join(map(plain, CHOICES[key])) if key in CHOICES else spell(hint)
+def _row(key: str, default: object) -> Setting:
+    entry = ENTRIES[key]
+    if key in NESTED:
+        return Setting(entry.section, key, "", "", entry.meaning)
+    group, _, name = key.rpartition(".")
+    hint = get_type_hints(NESTED[group] if group else Settings)[name]
+    values = ", ".join(map(plain, entry.choices)) if entry.choices else spell(hint)
+    return Setting(entry.section, key, plain(default), values, entry.meaning)
 
 
 def parameters_of(entry: Entry) -> list[tuple[str, str]]:

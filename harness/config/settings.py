@@ -1,4 +1,4 @@
-"""The settings of a run besides its method, task and model: the schema of conf/config.yaml.
+"""The settings of a run besides its method, task and model, each with its entry: the source of conf/config.yaml.
 
 A key means the same whatever the method. Imports neither torch nor hydra.
 """
@@ -6,7 +6,7 @@ A key means the same whatever the method. Imports neither torch nor hydra.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from math import inf
@@ -15,6 +15,21 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from harness.config.catalogue import GROUPS, entries, flatten, plain
+from harness.config.entry import (
+    BOTH,
+    DEFAULT,
+    FOLDERS,
+    MEASURED,
+    PICKED,
+    READ,
+    RUN,
+    SERVE,
+    SHOWN,
+    TURNS,
+    Entry,
+    entry_of,
+    setting,
+)
 from harness.config.plugins import wrong_type
 from harness.config.values import FROM_0, FROM_1, Range, backends_in_one_line, check_values, expand_paths, size
 from harness.config.values import SettingsError as SettingsError
@@ -24,53 +39,10 @@ from methods.tiers import codecs
 from methods.tiers.tier import DEVICE, DISK, HOST, TIERS
 
 OVERFLOWS = ("truncate_cache", "truncate_tokens", "truncate_rotated")
+POLICIES = ("scheduler_aware", "lru", "fifo")
 BLOCK_TOKENS = 256  # of a block of the store, of which a prefix is found whole
 IO_THREADS = 2  # that read for turns that wait, while these compute
 WRITE_BUFFER = 256 * 10**6  # bytes that may wait on the device after a turn, and as many for the disk
-POLICIES = ("scheduler_aware", "lru", "fifo")
-CHOICES = {
-    "budget_rule": ("read", "paper"),
-    "align": ("tokens", "moved_bytes", "device_bytes"),
-    "placement": TIERS,
-    "overlap": ("auto", "on", "off"),
-    "protocol": ("prompt", "context"),
-    "questions": ("separate", "shared"),
-    "history": ("device_prefix", "store", "recompute"),
-    "store.policy": POLICIES,
-    "overflow.by": (None, *OVERFLOWS),
-    "chat": ("template", "none"),
-    "too_long": ("refuse", "skip", "middle", "left"),
-    "baseline": ("run", "reuse", "off"),
-    "dtype": ("auto", "fp32", "bf16", "fp16"),
-    "trace": ("off", "on"),
-    "graphs": ("auto", "on", "off"),
-    "likelihood": ("on", "off"),
-}
-RANGES = {
-    **dict.fromkeys(("batch", "prefill_chunk", "threads", "budget_bytes", "budget_generated"), FROM_1),
-    **dict.fromkeys(("warmup", "fidelity", "windows.sinks", "generation.top_k"), FROM_0),
-    "seed": Range(least=0, most=2**63 - 1),
-    "budget_mass": Range(above=0, most=1, hint="a share of the estimated weights, like 0.95"),
-    "comm": Range(above=0, most=1, hint="a share of the key cache, like 0.0078125"),
-    "windows.recent_ratio": Range(least=0, below=1),
-    "store.ttl_s": Range(above=0, hint="or null for no end"),
-    "overflow.window": FROM_1,
-    "overflow.ratio": Range(above=0, below=1),
-    "overflow.sinks": FROM_0,
-    "generation.temperature": Range(least=0, hint="which is greedy; 1 samples"),
-    "generation.top_p": Range(above=0, most=1),
-    "generation.max_new_tokens": FROM_1,
-    "generation.samples": FROM_1,
-}
-PATHS = ("data.root", "results.root", "store.folder")
-# what changes neither an output nor a measured cost, and so is no part of a run's identity
-WITHOUT_EFFECT = ("results", "data", "baseline", "dry_run", "wandb", "likelihood", "store.folder")
-# may differ among jobs that share a prefill
-OWN = {
-    "budget", "budget_bytes", "budget_rule", "align", "comm", "windows", "budget_mass", "budget_generated",
-    "placement", "codec", "overlap",
-}  # fmt: skip
-
 # keywords of a chat template that the harness passes itself -> what a user does instead
 TEMPLATE_KEYWORDS = {
     "enable_thinking": "set thinking instead",
@@ -83,12 +55,16 @@ TUNING_SEED = 271_828  # of the examples that harness.tune chooses parameters by
 class GenerationSettings:
     """Sets how the tokens of an answer are picked. A temperature of 0 is greedy decoding."""
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    max_new_tokens: int | None = None  # in place of the task's
-    force_length: bool = False  # ignore EOS and stop strings: for speed claims
-    samples: int = 1  # answers to each question, each with a seed of its own
+    temperature: float = setting(0.0, "0: greedy", within=Range(least=0, hint="which is greedy; 1 samples"))
+    top_k: int = setting(0, "0: no limit", within=FROM_0)
+    top_p: float = setting(1.0, "1: no limit", within=Range(above=0, most=1))
+    max_new_tokens: int | None = setting(None, "null: the task's own", within=FROM_1)
+    force_length: bool = setting(False, "ignore EOS and stop strings: for speed claims")
+    samples: int = setting(
+        1,
+        "answers that are drawn to each question; its score is their mean, and intervals count it as one",
+        within=FROM_1,
+    )
 
 
 @dataclass
@@ -96,8 +72,10 @@ class CommonWindows:
     """Replaces the numbers of first tokens (sinks) and last tokens that a method always reads; None
     keeps the method's own."""
 
-    sinks: int | None = None
-    recent_ratio: float | None = None  # of the budget behind the sinks
+    sinks: int | None = setting(None, "first tokens, always read", within=FROM_0)
+    recent_ratio: float | None = setting(
+        None, "share of the rest for the prompt's last tokens", within=Range(least=0, below=1)
+    )
 
 
 @dataclass
@@ -105,11 +83,25 @@ class StoreSettings:
     """The store of conversations between turns (history=store): the size of each tier, where 0
     bytes means that it is not used, and the rules for what leaves it."""
 
-    host: int | str = "8GB"
-    disk: int | str = 0
-    folder: str | None = None
-    policy: str = "scheduler_aware"
-    ttl_s: float | None = None
+    host: int | str = setting("8GB", "in host memory")
+    disk: int | str = setting(0, "in files")
+    folder: str | None = setting(
+        None,
+        "folder of the disk tier, one folder per run below it; null: a temporary one",
+        is_path=True,
+        identifies=False,
+    )
+    policy: str = setting(
+        "scheduler_aware",
+        "which conversation leaves a full tier: one that no turn waits for, else the one whose turn comes last "
+        "(scheduler_aware), the longest unused (lru), the oldest (fifo)",
+        choices=POLICIES,
+    )
+    ttl_s: float | None = setting(
+        None,
+        "drop a conversation that was not used for so many seconds; null: never",
+        within=Range(above=0, hint="or null for no end"),
+    )
 
     @property
     def capacities(self) -> dict[str, int]:
@@ -125,10 +117,19 @@ class StoreSettings:
 class OverflowSettings:
     """Sets which tokens of a conversation are dropped once it has more than `window` of them."""
 
-    window: int | None = None
-    by: str | None = None
-    ratio: float = 0.5
-    sinks: int = 0
+    window: int | None = setting(
+        None,
+        "tokens of history, turn and answer together, at most; null: conversations must fit the model's window",
+        within=FROM_1,
+    )
+    by: str | None = setting(
+        None,
+        "truncate_cache: keys are rotated again (CachedAttention); truncate_tokens: what stays is computed again; "
+        "truncate_rotated: keys stay as they are (NKVT); null: the first, or under history=recompute the second",
+        choices=(None, *OVERFLOWS),
+    )
+    ratio: float = setting(0.5, "share of the history that stays", within=Range(above=0, below=1))
+    sinks: int = setting(0, "first tokens that stay as well, within that share", within=FROM_0)
 
     def resolved(self, history: str) -> OverflowSettings:
         """Return these settings with `by`, the way in which old tokens are dropped, filled in if a
@@ -141,7 +142,7 @@ class OverflowSettings:
 
 @dataclass
 class Data:
-    root: str | None = None
+    root: str | None = setting(None, "folder with data sets, searched before the hub", is_path=True)
 
     def folder(self) -> Path | None:
         root = Path(self.root) if self.root else None
@@ -152,60 +153,278 @@ class Data:
 
 @dataclass
 class Results:
-    root: str = "results/runs"
-    save_prompts: bool = False
+    root: str = setting("results/runs", "one folder per run below it", is_path=True)
+    save_prompts: bool = setting(False, "store the exact prompt token ids")
 
 
 @dataclass
 class WandbSettings:
-    project: str | None = None
+    project: str | None = setting(None, "the project that gets a copy of each finished run; null: nothing is sent")
 
 
 @dataclass
 class Settings:
-    """All settings of a run except its method, task and model. conf/config.yaml says what each
-    means."""
+    """All settings of a run except its method, task and model."""
 
-    budget: int | float | None = 0.2
-    budget_bytes: int | str | None = None
-    budget_rule: str = "read"
-    align: str = "tokens"
-    comm: float | None = None
-    windows: CommonWindows = field(default_factory=CommonWindows)
-    dense_layers: list[int] = field(default_factory=list)
-    budget_mass: float | None = None
-    budget_generated: int | None = None
-    placement: str = DEVICE
-    codec: str | None = None
-    overlap: str = "auto"
-    protocol: str = "prompt"
-    questions: str = "separate"
-    history: str = "device_prefix"
-    store: StoreSettings = field(default_factory=StoreSettings)
-    overflow: OverflowSettings = field(default_factory=OverflowSettings)
-    chat: str = "template"
-    template_kwargs: dict[str, Any] | None = None
-    thinking: str = "off"
-    too_long: str = "refuse"
-    dtype: str = "auto"
-    device: str = "auto"
-    batch: int = 1
-    prefill_chunk: int | None = None
-    seed: int = 42
-    threads: int | None = None
-    baseline: str = "run"
-    warmup: int = 1
-    shared_prefill: bool = False
-    fidelity: int = 0
-    likelihood: str = "on"
-    trace: str = "off"
-    graphs: str = "auto"
-    backends: str | None = None
-    dry_run: bool = False
-    generation: GenerationSettings = field(default_factory=GenerationSettings)
-    data: Data = field(default_factory=Data)
-    results: Results = field(default_factory=Results)
-    wandb: WandbSettings = field(default_factory=WandbSettings)
+    budget: int | float | None = setting(
+        0.2,
+        "prompt tokens that a selecting head may read per step: a share (0.2) or a number (512); of TOVA and R-KV, "
+        "rows of prompt and answer",
+        READ,
+        neutral=None,
+        after_prefill=True,
+        named="never",
+        read_by=BOTH,
+    )
+    budget_bytes: int | str | None = setting(
+        None,
+        "in place of budget: bytes that keys, values and index of a sequence may take on the device, in any codec",
+        READ,
+        within=FROM_1,
+        after_prefill=True,
+        named="never",
+        read_by=(SERVE,),
+    )
+    budget_rule: str = setting(
+        "read",
+        "read: the budget counts every prompt token that is read; paper: it counts as each method's paper does",
+        READ,
+        choices=("read", "paper"),
+        after_prefill=True,
+        named="always",
+        read_by=BOTH,
+    )
+    align: str = setting(
+        "tokens",
+        "what the budget makes equal: tokens read (tokens), or the bytes of so many keys and values that a step moves "
+        "(moved_bytes) or the device holds (device_bytes)",
+        READ,
+        choices=("tokens", "moved_bytes", "device_bytes"),
+        after_prefill=True,
+        read_by=(SERVE,),
+    )
+    comm: float | None = setting(
+        None,
+        "share of the 16-bit keys that scoring may move per step; 0.0078125 in PQCache's comparison",
+        READ,
+        within=Range(above=0, most=1, hint="a share of the key cache, like 0.0078125"),
+        after_prefill=True,
+        read_by=BOTH,
+    )
+    windows: CommonWindows = setting(
+        CommonWindows,
+        "one split of the budget for all methods with such windows, in place of their own",
+        READ,
+        after_prefill=True,
+        read_by=BOTH,
+    )
+    dense_layers: list[int] = setting(
+        list,
+        "layers that read everything, whatever the budget (counted among those that do not slide over a window)",
+        READ,
+        read_by=BOTH,
+    )
+    budget_mass: float | None = setting(
+        None,
+        "of the tokens that Oracle, Quest or PQCache chooses by its budget, read only as many as carry this share "
+        "(0.95) of the weights that keys in 4 bits estimate, as Twilight does",
+        READ,
+        within=Range(above=0, most=1, hint="a share of the estimated weights, like 0.95"),
+        after_prefill=True,
+        named="always",
+        read_by=BOTH,
+    )
+    budget_generated: int | None = setting(
+        None,
+        "generated tokens that a KV head keeps at most; null: all, on top of the budget",
+        READ,
+        within=FROM_1,
+        after_prefill=True,
+        read_by=BOTH,
+    )
+    placement: str = setting(
+        DEVICE,
+        "host, disk: methods that offload keep the prompt's keys and values in host memory, or in files",
+        RUN,
+        choices=tuple(TIERS),
+        after_prefill=True,
+        named="among_namesakes",
+        read_by=BOTH,
+    )
+    codec: str | None = setting(
+        None,
+        "int8, int4, int2: write what a step reads by choice, or an evicting method keeps, in so few bits, wherever it "
+        "lies; int4g64: a range per 64 numbers, not 32; fp8: floats of 8 bits; int4h: rotated first; tq4, tq3, tq2: "
+        "TurboQuant, tq4q: with a residual bit",
+        RUN,
+        after_prefill=True,
+        named="always",
+        read_by=BOTH,
+    )
+    overlap: str = setting(
+        "auto",
+        "on: rows that lie elsewhere come to the device while the model computes, where the method knows early enough "
+        "which; auto: where a GPU was measured to gain by it, so far nowhere",
+        RUN,
+        choices=("auto", "on", "off"),
+        after_prefill=True,
+        read_by=BOTH,
+    )
+    protocol: str = setting(
+        "prompt",
+        "prompt: seal after the whole prompt; context: seal before the question",
+        RUN,
+        choices=("prompt", "context"),
+        one_table=True,
+    )
+    questions: str = setting(
+        "separate",
+        "shared: examples with the same context have one prefill, and each question begins behind its seal",
+        RUN,
+        choices=("separate", "shared"),
+    )
+    history: str = setting(
+        "device_prefix",
+        "where a conversation's cache is between turns: on the device (device_prefix), in a store (store), or nowhere "
+        "(recompute: it is computed again)",
+        TURNS,
+        choices=("device_prefix", "store", "recompute"),
+        read_by=(SERVE,),
+    )
+    store: StoreSettings = setting(
+        StoreSettings,
+        "for history=store: bytes of each tier, as 8GB or 64GiB; 0: no such tier",
+        TURNS,
+        read_by=(SERVE,),
+    )
+    overflow: OverflowSettings = setting(
+        OverflowSettings,
+        "what happens where a conversation outgrows the window: a share of its history stays",
+        TURNS,
+    )
+    chat: str = setting(
+        "template",
+        "template: wrap prompts in the tokenizer's chat template",
+        RUN,
+        choices=("template", "none"),
+        one_table=True,
+        read_by=(SERVE,),
+    )
+    template_kwargs: dict[str, Any] | None = setting(
+        None, "keywords for that template, as '{reasoning_effort: low}'", RUN, one_table=True, read_by=BOTH
+    )
+    thinking: str = setting(
+        "off",
+        "on: a reasoning model thinks before its answer, in 8192 tokens (most of the task's, if it allows 16384) or "
+        "what the window leaves; N: in N tokens; a thought is not scored, and one that does not end scores 0; off: it "
+        "answers at once",
+        RUN,
+        one_table=True,
+    )
+    too_long: str = setting(
+        "refuse",
+        "what becomes of an example that exceeds the model's window with its answer: the run is refused, or the "
+        "example is left out (skip), or its context loses its middle (middle) or its beginning (left)",
+        RUN,
+        choices=("refuse", "skip", "middle", "left"),
+        one_table=True,
+        read_by=(SERVE,),
+    )
+    dtype: str = setting(
+        "auto",
+        "auto: fp32 on a CPU, the checkpoint's own on a GPU",
+        RUN,
+        choices=("auto", "fp32", "bf16", "fp16"),
+        named="among_namesakes",
+        read_by=BOTH,
+    )
+    device: str = setting(
+        "auto", "cpu, cuda, cuda:1; auto: cuda where there is one", RUN, named="among_namesakes", read_by=BOTH
+    )
+    batch: int = setting(
+        1, "examples that run side by side, of any lengths; where one ends the next joins", RUN, within=FROM_1
+    )
+    prefill_chunk: int | None = setting(
+        None,
+        "tokens of a prompt that pass through a layer at once; null: all on a CPU, 8192 on a GPU where the method's "
+        "prefill is dense; InfLLM and LM-Infinite answer otherwise in chunks",
+        RUN,
+        within=FROM_1,
+        read_by=BOTH,
+    )
+    seed: int = setting(
+        42,
+        "for data and sampling",
+        RUN,
+        within=Range(least=0, most=2**63 - 1),
+        one_table=True,
+        read_by=(SERVE,),
+    )
+    threads: int | None = setting(
+        None,
+        "CPU threads for torch; null: its own choice, or an equal share for each worker",
+        RUN,
+        within=FROM_1,
+        named="among_namesakes",
+        read_by=BOTH,
+    )
+    baseline: str = setting(
+        "run",
+        "whether Full runs on the same examples: run it, reuse it if it has run, or off",
+        MEASURED,
+        choices=("run", "reuse", "off"),
+        identifies=False,
+    )
+    warmup: int = setting(
+        1, "examples to run first and discard", MEASURED, within=FROM_0, named="never", read_by=(SERVE,)
+    )
+    shared_prefill: bool = setting(
+        False,
+        "one prefill per prompt for all methods whose prompt is dense: scores and fidelity, no times; other methods "
+        "run by themselves",
+        MEASURED,
+        named="among_namesakes",
+    )
+    fidelity: int = setting(
+        0, "compare every n-th step with exact attention and with Full; 0: never", MEASURED, within=FROM_0
+    )
+    likelihood: str = setting(
+        "on",
+        "on: measure the likelihood of the right answer beside each score; not where lengths are forced or trace=on; "
+        "off: do not",
+        MEASURED,
+        choices=("on", "off"),
+        identifies=False,
+    )
+    trace: str = setting(
+        "off", "on: show where a decode step spends its time; no speed", MEASURED, choices=("off", "on")
+    )
+    graphs: str = setting(
+        "auto",
+        "on: capture a decode step as a CUDA graph and replay it, where the method allows it; auto: on a GPU",
+        MEASURED,
+        choices=("auto", "on", "off"),
+        read_by=BOTH,
+    )
+    backends: str | None = setting(
+        None,
+        "a yaml file with another order of backends, as `segment_attention: [flash, triton]`; null: that of "
+        "kernels/ops.py",
+        MEASURED,
+        read_by=BOTH,
+    )
+    dry_run: bool = setting(
+        False, "print lengths, budget, bytes and folder; load no weights", MEASURED, identifies=False
+    )
+    generation: GenerationSettings = setting(GenerationSettings, "", PICKED, one_table=True, read_by=(SERVE,))
+    data: Data = setting(Data, "", FOLDERS, identifies=False, read_by=(SERVE,))
+    results: Results = setting(Results, "", FOLDERS, identifies=False)
+    wandb: WandbSettings = setting(
+        WandbSettings,
+        "Weights & Biases; offline, in the run's folder, without login or network",
+        SHOWN,
+        identifies=False,
+    )
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -313,10 +532,27 @@ class Settings:
 
 
 NESTED: Mapping[str, Any] = {name: kind for name, kind in get_type_hints(Settings).items() if is_dataclass(kind)}
-KEYS = (
-    *(field.name for field in fields(Settings)),
-    *(f"{name}.{field.name}" for name, kind in NESTED.items() for field in fields(kind)),
-)
+
+
+def _entries() -> Iterator[tuple[str, Entry]]:
+    """Yield the key and the entry of each setting and each group of settings, a group before what is
+    in it."""
+    for each in fields(Settings):
+        entry = entry_of(each.metadata)
+        yield each.name, entry
+        for inner in fields(NESTED[each.name]) if each.name in NESTED else ():
+            yield f"{each.name}.{inner.name}", replace(entry_of(inner.metadata), section=entry.section)
+
+
+ENTRIES = dict(_entries())
+KEYS = tuple(ENTRIES)
+CHOICES = {key: entry.choices for key, entry in ENTRIES.items() if entry.choices}
+RANGES = {key: entry.within for key, entry in ENTRIES.items() if entry.within}
+PATHS = [key for key, entry in ENTRIES.items() if entry.is_path]
+WITHOUT_EFFECT = [key for key, entry in ENTRIES.items() if not entry.identifies]
+NEUTRAL = flatten(asdict(Settings())) | {
+    key: entry.neutral for key, entry in ENTRIES.items() if entry.neutral is not DEFAULT
+}
 
 
 @cache

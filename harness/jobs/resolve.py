@@ -16,7 +16,17 @@ from typing import Any
 
 from evals.base import Task
 from harness.config import plugins
-from harness.config.settings import CommonWindows, OverflowSettings, Settings, SettingsError, StoreSettings
+from harness.config.entry import READ
+from harness.config.settings import (
+    ENTRIES,
+    NESTED,
+    NEUTRAL,
+    CommonWindows,
+    OverflowSettings,
+    Settings,
+    SettingsError,
+    StoreSettings,
+)
 from harness.jobs.alignment import AlignedBudget, shapes
 from harness.jobs.examples import PreparedExample, Prompts, by_context
 from harness.models.base import DTYPE_BYTES, ModelInfo, limit
@@ -30,10 +40,7 @@ from methods.tiers import codecs
 from methods.tiers.codec import Codec
 from methods.tiers.tier import DEVICE
 
-OF_BUDGETS: dict[str, Any] = {  # what a method without a budget has no use for, and the values that say so
-    "budget": None, "budget_bytes": None, "budget_rule": "read", "align": "tokens", "dense_layers": [],
-    "budget_generated": None, "budget_mass": None,
-}  # fmt: skip
+OF_BUDGETS = [key for key, entry in ENTRIES.items() if entry.section == READ and key not in NESTED]
 
 
 @dataclass(frozen=True)
@@ -79,8 +86,8 @@ def resolve(wanted: Settings, given: Method, info: ModelInfo) -> Resolved:
         changes["prefill_chunk"] = usual_chunk(device, method.dense_prefill)
     if wanted.budget_bytes is not None:
         changes |= {"budget": None, "align": "device_bytes"}
-    for neutral, _ in _idle(wanted, method):
-        changes |= {key: value for key, value in neutral.items() if "." not in key}
+    for keys, _ in _idle(wanted, method):
+        changes |= {key: NEUTRAL[key] for key in keys if "." not in key}
     settings = replace(wanted, **changes)
     return Resolved(method, settings, _budget(settings, method, info), list(_notes(wanted, method)))
 
@@ -135,27 +142,26 @@ def _budget(settings: Settings, method: Method, info: ModelInfo) -> Budget | Non
     )
 
 
-def _idle(settings: Settings, method: Method) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield groups of settings that the method has no use for: {key: neutral value}, and the
-    reason."""
-    windows = ("sinks", "recent_ratio")
+def _idle(settings: Settings, method: Method) -> Iterator[tuple[list[str], str]]:
+    """Yield groups of settings that the method has no use for, and the reason. They get their neutral
+    values."""
     if not method.uses_budget:
-        yield OF_BUDGETS | dict.fromkeys(("comm", *(f"windows.{name}" for name in windows))), "which uses no budget"
+        yield OF_BUDGETS, "which uses no budget"
     else:
-        lacking = [f"windows.{name}" for name in windows if name not in method.window_names]
-        yield dict.fromkeys(lacking), "which has no such windows"
+        windows = ("sinks", "recent_ratio")
+        yield [f"windows.{name}" for name in windows if name not in method.window_names], "which has no such windows"
         if type(method).at_communication is Method.at_communication:
-            yield {"comm": None}, "whose scoring moves nothing"
+            yield ["comm"], "whose scoring moves nothing"
         if not method.paper_differs:
-            yield {"budget_rule": "read"}, "whose paper counts as we do"
+            yield ["budget_rule"], "whose paper counts as we do"
     if not method.offloads:
-        yield {"placement": DEVICE, "overlap": "auto"}, "which keeps nothing elsewhere"
+        yield ["placement", "overlap"], "which keeps nothing elsewhere"
     elif settings.placement == DEVICE:
-        yield {"overlap": "auto"}, f"since placement={DEVICE}"
+        yield ["overlap"], f"since placement={DEVICE}"
     if not method.encodes:
-        yield {"codec": None}, "which has no tokens that it is meant for"
+        yield ["codec"], "which has no tokens that it is meant for"
     if not method.dense_prefill:
-        yield {"shared_prefill": False}, "whose prefill is not Full's, so that it runs by itself"
+        yield ["shared_prefill"], "whose prefill is not Full's, so that it runs by itself"
 
 
 def chunked(settings: Settings, method: Method) -> Iterator[str]:
@@ -172,9 +178,9 @@ def _notes(wanted: Settings, method: Method) -> Iterator[str]:
     method, and for chunks that change its answers."""
     usual = Settings()
     yield from chunked(wanted, method)
-    for neutral, why in _idle(wanted, method):
-        asked = {key: attrgetter(key)(wanted) for key in sorted(neutral)}
-        names = [key for key, value in asked.items() if value not in (neutral[key], attrgetter(key)(usual))]
+    for keys, why in _idle(wanted, method):
+        asked = {key: attrgetter(key)(wanted) for key in sorted(keys)}
+        names = [key for key, value in asked.items() if value not in (NEUTRAL[key], attrgetter(key)(usual))]
         if names:
             verb = "changes" if len(names) == 1 else "change"
             yield f"{' and '.join(names)} {verb} nothing for {type(method).__name__}, {why}"

@@ -12,18 +12,15 @@ from typing import Any
 
 from harness.config.catalogue import Flat, entries, flatten, plain
 from harness.config.plugins import TARGET
-from harness.config.settings import WITHOUT_EFFECT, recorded_defaults
+from harness.config.settings import ENTRIES, NEUTRAL, recorded_defaults
 from harness.results.identity import model_name
 from harness.results.run_folder import StoredRun, given
 from harness.terminal.tables import BYTES, with_unit
 
-NOT_NAMED = ("budget", "budget_bytes", "warmup", *WITHOUT_EFFECT)  # no part of a label
-SAID_BY_TABLE = ("dtype", "device", "threads", "placement", "shared_prefill")  # in a line above it, a column, a stamp
-# where they are no default: such rows mean something else by a token, or read another
+NOT_NAMED = [key for key, entry in ENTRIES.items() if entry.named == "never" or not entry.identifies]
+SAID_BY_TABLE = [key for key, entry in ENTRIES.items() if entry.named == "among_namesakes"]  # if no namesake differs
+ALWAYS_NAMED = [key for key, entry in ENTRIES.items() if entry.named == "always"]
 COUNTS_ANSWER = "prompt and answer"  # in a summary, of a budget that is all rows of a KV head
-ALWAYS_NAMED = ("budget_rule", "budget_mass", "codec")
-# what a run on a GPU writes of these where its method has no use for them (harness/jobs/resolve.py)
-UNUSED: Flat = {"prefill_chunk": None, "overlap": "auto"}
 WHOLE = ("store.", "overflow.")  # keys that their last word does not explain: store.disk, overflow.by
 LONGEST = 40  # characters of a value; a longer one, such as a template, is named by its hash
 
@@ -140,7 +137,7 @@ def _unusual(runs: Sequence[StoredRun], settings: Sequence[Flat]) -> Iterator[li
                 key: mine.get(key, value)  # older runs lack some
                 for key, value in known.items()
                 if (key in mine or not key.startswith("store."))
-                and not (key in UNUSED and key in mine and mine[key] == UNUSED[key] != value)
+                and not (key in mine and mine[key] == NEUTRAL[key] != value)  # of no use to the method
             }
         )
     differing = [*_differing(own), *ALWAYS_NAMED]

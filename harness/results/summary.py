@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from evals import stats
-from harness.config.settings import recorded_defaults
+from harness.config.settings import ENTRIES, recorded_defaults
 from harness.engine.step_parts import PARTS
 from harness.results import files
 from harness.results.alarms import warnings
@@ -37,17 +37,8 @@ SCHEMA = 11
 LIKELIHOOD = "answer_nll"  # of a record's measured numbers: nats per token
 MIN_WINDOWS = 24  # windows of a text below which nothing is said of how sure their difference is
 OFF_BUDGET = 0.1  # of the budget: what steps read may differ from it by so much
-ONE_TABLE = (
-    "task",
-    "model",
-    "protocol",
-    "chat",
-    "template_kwargs",
-    "thinking",
-    "too_long",
-    "generation",
-    "seed",
-)  # never mixed in one table
+_SETTINGS = [key for key, entry in ENTRIES.items() if entry.one_table]
+ONE_TABLE = ("task", "model", *sorted(_SETTINGS, key="seed".__eq__))  # the seed comes last in titles
 SAME_NUMBERS = ("dtype", "device")  # a Full that differs here differs by rounding alone
 
 

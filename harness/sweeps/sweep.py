@@ -33,9 +33,10 @@ from omegaconf import DictConfig
 from harness.config import plugins
 from harness.config.catalogue import CONF
 from harness.config.compose import LAUNCHER, Composed, built, search_path, words_of
+from harness.config.entry import READ
 from harness.config.errors import is_memory, one_sentence
 from harness.config.plugins import suggestion
-from harness.config.settings import OWN, Settings, SettingsError
+from harness.config.settings import ENTRIES, Settings, SettingsError
 from harness.results.files import canonical
 from harness.sweeps import begun
 from harness.terminal.notices import lasting_output, say_once
@@ -46,10 +47,8 @@ if TYPE_CHECKING:
     from harness.jobs.examples import Prompts
     from harness.jobs.job import Job
 
-OF_A_BUDGET = (
-    "budget", "budget_bytes", "budget_rule", "align", "comm", "windows", "dense_layers",
-    "budget_mass", "budget_generated",
-)  # fmt: skip
+OF_A_BUDGET = [key for key, entry in ENTRIES.items() if entry.section == READ and "." not in key]
+AFTER_PREFILL = {key for key, entry in ENTRIES.items() if entry.after_prefill}
 QUIET = (
     "hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null", "hydra.sweep.subdir=.",
     "hydra.job.chdir=false", "hydra.job.name=kv-harness",
@@ -100,7 +99,7 @@ def groups(jobs: Sequence[Composed]) -> list[dict[int, Composed]]:
     `shared_prefill=true` the jobs that can share a prefill, otherwise each job by itself."""
     by_group: dict[str, dict[int, Composed]] = {}
     for number, job in enumerate(jobs):
-        common = {key: value for key, value in job.config.items() if key not in OWN | {"method"}}
+        common = {key: value for key, value in job.config.items() if key not in AFTER_PREFILL | {"method"}}
         key = canonical(common) if job.config.get("shared_prefill") else str(number)
         by_group.setdefault(key, {})[number] = job
     return list(by_group.values())
@@ -175,7 +174,7 @@ def _planned(composed: Composed, prompts: KnownPrompts) -> Job:
     method, task, model, settings = built(composed.config)
     from harness.jobs.job import Job  # and torch, which a wrong word on the command line does not wait for
 
-    key = str((task, model, {name: value for name, value in asdict(settings).items() if name not in OWN}))
+    key = str((task, model, {name: value for name, value in asdict(settings).items() if name not in AFTER_PREFILL}))
     if key not in prompts:
         prompts.clear()  # two sets of prompts are never there at once
     job = Job.plan(method, task, model, settings, prompts.get(key), composed.presets)

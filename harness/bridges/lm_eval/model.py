@@ -22,7 +22,8 @@ from harness.bridges.lm_eval.texts import FreeAnswer, ScoredQuestion, ScoredWind
 from harness.config import plugins
 from harness.config.catalogue import plain
 from harness.config.compose import built, composed
-from harness.config.settings import Settings, SettingsError
+from harness.config.entry import LM_EVAL
+from harness.config.settings import ENTRIES, Settings, SettingsError
 from harness.config.values import orders
 from harness.engine.engine import Engine, NotFiniteError
 from harness.engine.graph import CudaGraphs
@@ -43,27 +44,9 @@ from kernels import ops
 from methods.full import Full
 
 EncodedPair = tuple[tuple[str, str], list[int], list[int]]  # texts of context and continuation, and their tokens
-READ = (
-    "model",
-    "method",
-    "budget",
-    "budget_rule",
-    "comm",
-    "windows",
-    "dense_layers",
-    "budget_mass",
-    "budget_generated",
-    "placement",
-    "codec",
-    "overlap",
-    "dtype",
-    "device",
-    "prefill_chunk",
-    "threads",
-    "graphs",
-    "backends",
-    "template_kwargs",
-)  # fmt: skip; the keys of a run that are read here
+_SETTINGS = [key for key, entry in ENTRIES.items() if LM_EVAL in entry.read_by]
+# keys of a run that are read here; the keywords of the chat template come last, since many requests have none
+READ = ("model", "method", *sorted(_SETTINGS, key="template_kwargs".__eq__))
 OWN = (
     "batch_size",
     "max_length",

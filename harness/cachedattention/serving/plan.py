@@ -17,8 +17,9 @@ import numpy as np
 from harness.cachedattention.simulation.trace import TurnLengths, timed
 from harness.config.catalogue import GROUPS
 from harness.config.compose import Word, built, combinations, composed
+from harness.config.entry import SERVE
 from harness.config.plugins import suggestion
-from harness.config.settings import KEYS
+from harness.config.settings import ENTRIES, KEYS
 from harness.config.values import ABOVE_0, FROM_0, FROM_1, SettingsError, check_values
 from harness.jobs.examples import PreparedExample
 from harness.jobs.job import Job
@@ -26,12 +27,7 @@ from harness.results.files import digest
 
 VERSION = 3  # of the loop: goes up when its times mean something else
 CLOCKS = ("wall", "busy")
-READ = (  # keys of a run that the loop reads
-    "budget", "budget_bytes", "budget_rule", "align", "comm", "windows", "dense_layers",
-    "budget_mass", "budget_generated", "placement", "codec", "overlap", "chat", "template_kwargs", "too_long",
-    "dtype", "device", "prefill_chunk", "seed", "threads", "warmup", "graphs", "backends", "generation",
-    "data", "history", "store",
-)  # fmt: skip
+READ = [key for key, entry in ENTRIES.items() if SERVE in entry.read_by]  # keys of a run that the loop reads
 RANGES = {"rate": ABOVE_0, "think_s": FROM_0, "slots": FROM_1}
 TASK = "task=multiturn"  # where none is named
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from harness.config.catalogue import GROUPS, entries, plain
-from harness.config.keys import RARE_SECTIONS, settings, settings_text
+from harness.config.entry import RARE_SECTIONS
+from harness.config.keys import settings, settings_text
 from harness.config.settings import CHOICES, KEYS
-from tests.generated_pages import COMMAND, methods_page, settings_page
+from tests.generated_pages import COMMAND, CONFIG, config_yaml, methods_page, settings_page
 
 ROOT = Path(__file__).parents[3]
 Cli = Callable[..., tuple[int, str, str]]
@@ -45,6 +46,7 @@ def test_each_parameter_stands_on_one_page() -> None:
 
 
 def test_the_page_in_docs_is_up_to_date() -> None:
+    assert config_yaml() == CONFIG.read_text(encoding="utf-8"), f"run: {COMMAND}"
     written = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     assert settings_page() == written, f"run: {COMMAND}"
 
