@@ -113,41 +113,11 @@ tables: setup  ## the tables of README and docs/ and README's figure, from resul
 	$(BIN)/python docs/tables.py
 
 TABLES = $(basename $(notdir $(wildcard conf/experiment/tables/[!_]*.yaml)))
-# Further tables: a name, the experiment in conf/experiment/tables that it repeats, and the words that it adds.
-FORCED = generation.force_length=true batch=1
-define FURTHER
-ablation_adakv ruler_2k placement=device fidelity=0 method=adakv method.kernel=7,15 method.floor=0.2,0.5,1.0 budget=0.5
-ablation_infinigen ruler_2k placement=device fidelity=0 method=infinigen method.alpha=5.0,99.0 method.partial_ratio=0.2,0.4,1.0 budget=0.2
-ablation_pqcache ruler_2k placement=device fidelity=0 method=pqcache method.sinks=32,4 method.recent_ratio=0.5,0.25 budget=0.1
-ablation_pqcache_8k headline_8k method=pqcache method.b=6,8 method.recent_ratio=0.5,0.25
-ablation_shadowkv ruler_2k placement=device fidelity=0 method=shadowkv_full_rank method.chunk=8,4,2,1 budget=0.2
-equal_traffic ruler_2k fidelity=0 method=sparq,pqcache comm=0.015625,0.0625
-recent_2k_codecs recent_2k method=coded,kivi,kivi_2bit codec=tq4,tq3,tq2,int4h
-recent_2k_fixed recent_2k method=oracle,pqcache_tuned budget=0.08,0.123
-recent_2k_fixed_quest recent_2k method=quest_tuned budget=0.012,0.03
-recent_2k_kvzip recent_2k method=kvzip codec=tq4,int4h
-recent_2k_mass recent_2k method=oracle,quest_tuned,pqcache_tuned budget_mass=0.9
-ruler_half ruler_2k method=snapkv,snapkv_kernel15,pyramidkv,adakv,h2o,streaming budget=0.5
-ruler_one_split ruler_2k method=oracle,sparq,pqcache,h2o,streaming,lm_infinite,infllm windows.sinks=4 windows.recent_ratio=0.25
-ruler_paper_rule ruler_2k method=oracle,pqcache,shadowkv,rocketkv,lm_infinite,infllm budget_rule=paper
-ruler_question_later ruler_2k protocol=context budget=0.2
-headline_2k_floor headline_2k shared_prefill=false method=full dtype=bf16,fp32 batch=1,8
-headline_2k_read headline_2k task.samples=2 trace=on generation.max_new_tokens=16 $(FORCED)
-headline_2k_times headline_2k task.tasks=[niah_multikey_1] task.samples=10 shared_prefill=false generation.max_new_tokens=32 $(FORCED)
-headline_4k_floor headline_4k shared_prefill=false method=full dtype=bf16,fp32 batch=1,8
-headline_4k_read headline_4k task.samples=2 trace=on generation.max_new_tokens=16 $(FORCED)
-headline_4k_times headline_4k task.tasks=[niah_multikey_1] task.samples=10 shared_prefill=false generation.max_new_tokens=32 $(FORCED)
-headline_8k_floor headline_8k shared_prefill=false method=full dtype=bf16,fp32 batch=1,4
-headline_8k_read headline_8k task.samples=2 trace=on generation.max_new_tokens=16 $(FORCED)
-headline_8k_times headline_8k task.tasks=[niah_multikey_1] task.samples=10 shared_prefill=false generation.max_new_tokens=32 $(FORCED)
-endef
-export FURTHER
 # A run that is there is read, not repeated: stopped, `make published` goes on where it was.
 published: setup  ## results/published/tables anew, with DATA=...: about 12 hours of one core
-	set -f; { for name in $(TABLES); do echo $$name $$name; done; echo "$$FURTHER"; } | \
-	while read -r name experiment words; do \
-	    $(BIN)/python -m harness -m +experiment=tables/$$experiment $$words data.root=$(DATA) \
-	        results.root=results/runs/tables/$$name < /dev/null && \
+	for name in $(TABLES); do \
+	    $(BIN)/python -m harness -m +experiment=tables/$$name data.root=$(DATA) \
+	        results.root=results/runs/tables/$$name && \
 	    $(BIN)/python -m harness.report results/runs/tables/$$name \
 	        --csv results/published/tables/$$name.csv > /dev/null || exit 1; \
 	done
