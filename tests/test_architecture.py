@@ -40,7 +40,6 @@ ROOMS: dict[str, set[str] | None] = {
     },
     "sweeps": {"terminal", "config", "models", "results", "jobs"},
     "reports": {"terminal", "config", "engine", "results"},
-    "trackers": {"terminal", "config", "models", "results", "reports"},
     "attention_statistics": {"config", "engine", "jobs", "models", "reports", "results"},
     "cachedattention": {"terminal", "config", "models", "prompts", "engine", "results", "reports"},
     "cachedattention.serving": {

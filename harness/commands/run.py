@@ -26,12 +26,12 @@ from harness.config.errors import sentence
 from harness.config.keys import WITHOUT_WORDS, help_text
 from harness.config.settings import Settings, settings_of
 from harness.results.provenance import git
+from harness.results.wandb import publish
 from harness.sweeps import begun
 from harness.sweeps.sweep import KnownPrompts, groups, labels, launch, lost, run_jobs, with_own_settings
 from harness.terminal.notices import complain, complain_once, lasting_output, say, say_once, tell_of_builds, warn
 from harness.terminal.progress import forget
 from harness.terminal.stopping import Stoppable
-from harness.trackers.wandb import Copies
 
 COMPLETION = {"-sc", "--shell-completion"}  # words that are about Hydra itself, and no settings
 ANSWERED = ("--cfg", "-c", "--info", "-i", "--hydra-help")  # flags that Hydra answers, and nothing runs
@@ -44,7 +44,7 @@ class Command:
     arguments: list[str]
     finished: list[Path] = field(default_factory=list)  # run folders, for the table
     failed: list[tuple[int | None, str]] = field(default_factory=list)  # a job, None for the whole command, and why
-    copies: Copies = field(default_factory=Copies)
+    projects: list[str] = field(default_factory=list)  # of wandb, that get copies of the runs
     labels: list[str] = field(default_factory=list)  # what tells each job from the others
     reasons: dict[str, int] = field(default_factory=dict)  # why jobs failed, each with the first that did
 
@@ -78,7 +78,8 @@ class Command:
                 known.append(settings := settings_of(job.config))
                 if len(jobs) > 1 and not settings.dry_run:
                     begun.note(job.config, label)
-        self.copies.open(known)
+        asked = [settings.wandb.project for settings in known if not settings.dry_run]
+        self.projects += dict.fromkeys(filter(None, asked))
         if launcher and known and not any(settings.dry_run for settings in known):
             root = Path(known[0].results.root)
             try:
@@ -104,8 +105,10 @@ class Command:
         if self.finished:
             from harness.commands.report import print_report
 
-            print_report(list(dict.fromkeys(self.finished)), config_dirs(self.arguments))
-            self.copies.publish(list(dict.fromkeys(self.finished)))
+            folders = list(dict.fromkeys(self.finished))
+            print_report(folders, config_dirs(self.arguments))
+            for project in self.projects:
+                publish(folders, project)
         failed = [(job, reason) for job, reason in self.failed if job is not None]
         if len(self.labels) > 1 and failed:
             by_reason = defaultdict[str, list[str]](list)

@@ -421,7 +421,7 @@ class Settings:
     results: Results = setting(Results, "", FOLDERS, identifies=False)
     wandb: WandbSettings = setting(
         WandbSettings,
-        "Weights & Biases; offline, in the run's folder, without login or network",
+        "Weights & Biases; offline, in the run's folder, without login",
         SHOWN,
         identifies=False,
     )

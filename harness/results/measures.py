@@ -3,7 +3,7 @@
 A new number needs a line here, a line in docs/results.md, and its measurement: an entry of
 `Generation.measured`, made by `RunningSequence.finish` (harness/engine/batch/running_sequence.py),
 or by `RunningBatch.leave` (running.py there) from what a tracer noted. Records, summaries, tables,
-the report page, the CSV and trackers read this table. The number of a conversation is the mean over
+the report page and the CSV read this table. The number of a conversation is the mean over
 its turns, that of a run the mean over its examples.
 """
 

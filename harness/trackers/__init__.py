@@ -1,1 +1,0 @@
-"""Copies finished runs to Weights & Biases. A run never depends on its copy."""
