@@ -1,208 +1,223 @@
-"""Searches for a method's best parameters: first one curve per parameter around the start, then
-combinations of the best few values.
+"""Searches a method's own parameters at equal budget: one parameter after the other, on one half of the examples.
 
-The curves run on all examples to choose by. The combinations are halved: each round adds examples
-and keeps the better half, so that most of the work goes to what may win. Nothing is random, so the
-same command finds the same point.
+The best of many candidates scores too well on the examples that it was chosen by (the winner's
+curse), so it is held against the start on the other half. Nothing is random, so the same command
+finds the same parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from math import prod
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
+from evals import stats
+from evals.base import Task
+from harness.config.catalogue import plain
+from harness.config.errors import sentence
+from harness.config.plugins import build, describe
+from harness.config.settings import TUNING_SEED, CommonWindows, Settings, SettingsError
 from harness.jobs.evaluate import evaluate_together, reporting
-from harness.jobs.examples import PreparedExample, Prompts
-from harness.jobs.job import Job
-from harness.results.compared import mean_score
+from harness.jobs.examples import PreparedExample, Prompts, prepare
+from harness.jobs.job import Job, Presets
+from harness.jobs.resolve import resolve
+from harness.models.base import ModelSource
+from harness.results.compared import for_statistics, mean_score, paired
 from harness.results.measures import over_known
-from harness.results.records import Record
-from harness.results.run_folder import load
-from harness.tuning.space import START, Point, Space
+from harness.results.provenance import git
+from harness.results.run_folder import StoredRun
+from harness.terminal.notices import say_once, warn
+from harness.terminal.tables import probability, with_ci
 from methods.base import Method
 
-BEST = 2  # values of a parameter that enter the combinations, besides the start's
-COMBINATIONS = 16  # most combinations, chosen by the curves
-KEPT = 0.5  # share of the combinations that stay from round to round
-MOST = 12  # most candidates that share a prefill: each holds a cache of the prompt until it has sealed
 TOLERANCE = 0.02  # share by which the read tokens may exceed the budget
+SAME_EXAMPLES = (
+    "This task has the same examples whatever the seed, so its tables would be about what was tuned on: tune on "
+    "another task (niah, ruler) and run the preset on this one."
+)
+Values = Mapping[str, tuple[Any, ...]]  # by parameter
+Runs = dict[Method, StoredRun]
 
 
 @dataclass(frozen=True)
-class Examples:
-    """The examples of a search. `rounds`: disjoint parts of the examples to choose by; `held_out`:
-    those for the report. Every group of the task has examples in each."""
+class Search:
+    """A search that has been checked and can run. `start`: the job of the method's present parameters on all examples
+    of the tuning seed, which no reported table uses; `grids`: at least two values of each parameter, the start's
+    among them; `choosing` and `held_out`: the halves of the examples to choose by and to report on."""
 
-    rounds: tuple[list[PreparedExample], ...]
-    held_out: list[PreparedExample]
-
-    @property
-    def choosing(self) -> int:
-        return sum(map(len, self.rounds))
-
-
-@dataclass(frozen=True)
-class ParameterSearch:
-    """Searches one space of parameters. `trials` runs candidates on the examples to choose by;
-    `say` prints progress."""
-
-    space: Space
-    examples: Examples
-    trials: Trials
-    say: Callable[[str], None]
-
-    def run(self) -> Point:
-        """Run the search and return the best candidate among those that ran on all examples."""
-        rounds = range(len(self.examples.rounds))
-        points = curve_points(self.space)
-        for number in rounds:
-            points = self.trials.left(points)
-            self._round(points, number, f"curves: {len(points)} points")
-        field = self._combinations()
-        for number in rounds:
-            if not field:
-                break
-            self._round(field, number, f"together: {len(field)} combinations")
-            field = self.ranked(self.trials.left(field))
-            field = field[: max(1, round(len(field) * KEPT))]
-        return self.ranked(self.finished())[0]
-
-    def finished(self) -> list[Point]:
-        """Return the candidates that ran on every example to choose by and were not discarded."""
-        ran = self.trials.records
-        return [point for point in self.trials.left(list(ran)) if len(ran[point]) == self.examples.choosing]
-
-    def ranked(self, points: Sequence[Point]) -> list[Point]:
-        """Return candidates, best first. Among equal scores the method's present parameters (the
-        start) come first, then the candidate that reads fewest tokens (in whole percents), then the
-        one nearest to the start."""
-
-        def rank(point: Point) -> tuple[float, ...]:
-            read = fmean(record.attended_share or 0.0 for record in self.trials.records[point])
-            return -self._mean(point), point != START, round(read, 2), *self.space.distance(point)
-
-        return sorted(points, key=rank)
-
-    def _combinations(self) -> list[Point]:
-        """Return candidates that change at least two parameters, each to one of its best values.
-        First comes the one with the largest gain if the gains of its single parameters add up."""
-        best = dict[str, list[Any]]()
-        for name in self.space.grids:
-            curve = self.ranked(self.trials.left(self.space.curve(name)))
-            better = [point for point in curve if self._mean(point) > self._mean(START)]
-            best[name] = [self.space.value(point, name) for point in [START, *better[:BEST]]]
-
-        def promise(point: Point) -> float:
-            return sum(self._mean((change,)) - self._mean(START) for change in point)
-
-        new = [point for point in self.space.combinations(best) if len(point) > 1]
-        return sorted(new, key=lambda point: (-promise(point), *self.space.distance(point)))[:COMBINATIONS]
-
-    def _round(self, points: Sequence[Point], number: int, what: str) -> None:
-        rounds = self.examples.rounds
-        self.say(f"{what}, part {number + 1}/{len(rounds)}: {len(rounds[number])} examples")
-        self.trials.run(points, f"choose-{number + 1}", rounds[number])
-
-    def _mean(self, point: Point) -> float:
-        return mean_score(self.trials.records[point])
-
-
-def curve_points(space: Space) -> list[Point]:
-    """Return the candidates of all curves: the start (the method's present parameters), and every
-    candidate that differs from it in one parameter."""
-    return list(dict.fromkeys([START, *(point for name in space.grids for point in space.curve(name))]))
-
-
-def most_combinations(space: Space) -> int:
-    """Return the largest number of combinations that the search may try after the curves."""
-    better = [min(BEST, len(values) - 1) for values in space.grids.values()]
-    return min(COMBINATIONS, prod(1 + count for count in better) - sum(better) - 1)
-
-
-@dataclass
-class Trials:
-    """Runs candidates (points of the space of parameters) and keeps their records; discards those
-    that fail or read more than the budget allows. `start`: the job of the method's present
-    parameters."""
-
-    space: Space
     start: Job
-    records: dict[Point, list[Record]] = field(default_factory=dict)  # over all parts it ran on
-    full: list[Record] = field(default_factory=list)
-    discarded: dict[Point, str] = field(default_factory=dict)
-    _allowed: float = 1.0  # multiple of the budget that the start reads, if that is more
+    grids: Values
+    choosing: Sequence[PreparedExample]
+    held_out: Sequence[PreparedExample]
 
-    def run(self, points: Sequence[Point], part: str, items: Sequence[PreparedExample]) -> None:
-        """Run the candidates `points` on `items` and add the results to their records. `part` names
-        a subfolder of results for these items, so that runs on different items stay apart; runs
-        that are finished there are only read."""
+    @classmethod
+    def plan(
+        cls, method: Method, task: Task, model: ModelSource, wanted: Settings, names: Presets, asked: Values
+    ) -> Search:
+        """Plan a search. Method, task, model and settings are those of one run; its seed is
+        replaced by the tuning seed. `names`: what the command line calls method, task and model;
+        `asked`: the values to try by parameter; without any, those that the method declares."""
+        if not task.seeded:  # before its data are looked for; a task of a user's own is recognised by its examples
+            raise SettingsError(SAME_EXAMPLES)
+        settings = replace(
+            wanted, seed=TUNING_SEED, shared_prefill=True, likelihood="off", comm=None, windows=CommonWindows()
+        )
+        task.require(settings.data.folder())
+        items = prepare(task, model, settings)
+        usual = {item.sha256 for item in prepare(task, model, replace(settings, seed=Settings().seed))}
+        if usual & {item.sha256 for item in items}:
+            raise SettingsError(SAME_EXAMPLES)
+        both = halves(items)
+        resolved = resolve(wanted, method, model.describe())
+        for note in resolved.notes:
+            say_once(note)
+        start = Job.plan(resolved.method, task, model, settings, Prompts(items), names)
+        return cls(start, grids_of(start, asked), *both)
+
+    def lines(self) -> Iterator[str]:
+        """Yield lines that say what the search will try, on how many examples, and how many answers
+        that takes at most."""
+        yield f"{self.start.label}, {self.start.model.describe().name}"
+        for name, values in self.grids.items():
+            yield f"  {name}: {', '.join(map(plain, values))}"
+        points = 1 + sum(len(values) - 1 for values in self.grids.values())
+        answers = points * len(self.choosing) + 2 * len(self.held_out)
+        yield f"examples of seed {TUNING_SEED}: {len(self.choosing)} to choose by, {len(self.held_out)} held out"
+        yield (
+            f"{points} points, then the best and the start: at most {answers} answers, with "
+            f"baseline={self.start.wanted.baseline}; runs in {self.start.wanted.results.root}"
+        )
+
+    def best(self) -> tuple[Method, Runs]:
+        """Return the best candidate on the examples to choose by, and all that ran there. Each parameter in turn takes
+        its best value while the others stay. Of equal scores the present value wins, then the one with which least
+        is read (in whole percents), then the first."""
+        best, runs = self.start.method, Runs()
+        for name, values in self.grids.items():
+            warn(f"{name}: {len(values)} values, {len(self.choosing)} examples")
+            candidates = list[Method]()
+            for value in values:
+                with reporting(leave_out):
+                    candidates.append(replace(best, **{name: value}))  # type: ignore[type-var]
+            runs |= self.run("choose", self.choosing, candidates)
+            within = [method for method in runs if self.keeps_budget(method, runs)]
+            ranks = {method: rank(runs[method], method == best) for method in within}
+            best = min(ranks, key=ranks.__getitem__)
+        return best, runs
+
+    def run(self, part: str, items: Sequence[PreparedExample], candidates: Sequence[Method]) -> Runs:
+        """Run candidates on `items`, and return the runs by candidate. One that cannot run is said and left out,
+        unless it is the start. `part` names a subfolder of results; what is finished there is only read."""
         start, results = self.start, self.start.wanted.results
         here = replace(start.wanted, results=replace(results, root=f"{results.root}/{part}"))
+        jobs, errors = dict[Method, Job](), list[Exception]()
+        for method in candidates:
+            with reporting(errors.append):
+                jobs[method] = Job.plan(method, start.task, start.model, here, Prompts(items), start.presets)
+        runs = {run.folder: run for run in evaluate_together(list(jobs.values()), errors.append)}
+        for error in errors:
+            if start.method in candidates and (start.method not in jobs or jobs[start.method].folder not in runs):
+                raise error  # nothing can be compared with the start
+            leave_out(error)
+        return {method: runs[job.folder] for method, job in jobs.items() if job.folder in runs}
 
-        def job(point: Point) -> Job:
-            return Job.plan(self.space.method(point), start.task, start.model, here, Prompts(items), start.presets)
+    def keeps_budget(self, method: Method, runs: Runs) -> bool:
+        """Return True if a candidate reads no more of the prompt than the budget allows, or the
+        start; else say so."""
+        read, usual = (
+            over_known(fmean, [record.measured.get("attended_prompt") for record in runs[one].records])
+            for one in (method, self.start.method)
+        )
+        budget, records = self.start.budget, runs[method].records
+        if budget is None or read is None or usual is None:
+            return True
+        dense, layers = getattr(method, "dense_layers", ()), range(self.start.model.describe().num_whole_layers)
+        lengths = [record.sealed_tokens for record in records]
+        allowed = fmean(n if i in dense else budget.tokens(n, i) for n in lengths for i in layers)
+        if read <= max(allowed, usual) * (1 + TOLERANCE):
+            return True
+        most, whole = max(allowed, usual), fmean(lengths)
+        say_once(
+            f"{self.changed(method)}: left out, since it reads {100 * read / whole:.1f} % of the prompt, and the "
+            f"budget allows {100 * most / whole:.1f} %"
+        )
+        return False
 
-        room = _room(job(points[0]))
-        for first in range(0, len(points), room):  # the points that share a prefill
-            jobs, failed = dict[Point, Job](), list[Exception]()
-            for point in points[first : first + room]:
-                with reporting(failed.append):
-                    jobs[point] = job(point)
-            runs = evaluate_together(list(jobs.values()), failed.append)
-            records = {run.folder: run.records for run in runs}
-            for point in points[first : first + room]:
-                self._take(point, jobs.get(point), records)
-            if START in self.discarded:
-                raise failed[0]  # nothing can be compared with the start
-            known = {record.id for record in self.full}
-            for folder in dict.fromkeys(run.full_folder for run in runs if run.full_folder):
-                self.full += [record for record in load(folder).records if record.id not in known]
+    def changed(self, method: Method) -> str:
+        """Return the parameters that differ from the start's; empty for the start."""
+        values = {name: getattr(method, name) for name in self.grids}
+        usual = self.start.method
+        return " ".join(f"{name}={plain(v)}" for name, v in values.items() if v != getattr(usual, name))
 
-    def left(self, points: Sequence[Point]) -> list[Point]:
-        return [point for point in points if point not in self.discarded]
-
-    def _take(self, point: Point, job: Job | None, by_folder: Mapping[Path, list[Record]]) -> None:
-        """Add the records of a candidate's run to those it has. Discard the candidate if its run
-        failed or read more than the budget allows."""
-        if job is None or job.folder not in by_folder:
-            self.discarded[point] = "it failed" + (f": {job.folder} says why" if job else "")
-            return
-        records = by_folder[job.folder]
-        self.records[point] = [*self.records.get(point, []), *records]
-        read = over_known(fmean, [record.measured.get("attended_prompt") for record in records])
-        allowed = _allowed(job, self.space.start, records)
-        if read is None or not allowed:
-            return
-        if point == START:
-            self._allowed = max(self._allowed, read / allowed)
-        elif read > allowed * self._allowed * (1 + TOLERANCE):
-            longest = fmean(record.sealed_tokens for record in records)
-            self.discarded[point] = (
-                f"it reads {100 * read / longest:.1f} % of the prompt, and the budget allows "
-                f"{100 * allowed * self._allowed / longest:.1f} %"
-            )
-
-
-def _room(job: Job) -> int:
-    """Return how many candidates fit into free memory at once; those that share a prefill all hold
-    a cache."""
-    need, (free, _) = job.need(), job.free
-    if free is None or not need.kv:
-        return MOST
-    return max(1, min(MOST, int((free - need.total) // need.kv)))
+    def origin(self, best: Method, held: Runs) -> Iterator[str]:
+        """Yield sentences on where a preset comes from: the model, the examples, and the held-out scores."""
+        info = self.start.model.describe()
+        revision = f" ({info.revision.rpartition(':')[2][:12]})" if info.revision else ""
+        commit = str(git()["commit"] or "unknown")[:12]
+        yield f"Model {info.name}{revision}, examples of seed {TUNING_SEED}, commit {commit}."
+        name = (self.start.presets or {})["method"]
+        scores = ", ".join(f"{self.changed(method) or name} {spelled(run)}" for method, run in held.items())
+        yield f"Held out, {len(self.held_out)} other examples: {scores}."
+        if best != self.start.method:
+            pairs = paired(held[best].records, held[self.start.method].records)
+            beside = stats.paired(*for_statistics(pairs))
+            ends = [beside.ci.low, beside.ci.high] if beside.ci else None
+            yield f"Difference: {with_ci(beside.diff, ends, True)} points, p = {probability(beside.p)}."
 
 
-def _allowed(job: Job, start: Method, records: Sequence[Record]) -> float | None:
-    """Return how many prompt tokens the budget lets a head read, as a mean over layers and records;
-    None without a budget. Layers that the method reads whole (`dense_layers`) count with all
-    tokens."""
-    if job.budget is None:
-        return None
-    dense, layers = set(getattr(start, "dense_layers", ())), range(job.model.describe().num_whole_layers)
-    lengths = [record.sealed_tokens for record in records if record.measured.get("attended_prompt") is not None]
-    per_layer = ((n if layer in dense else job.budget.tokens(n, layer)) for n in lengths for layer in layers)
-    return fmean(per_layer) if lengths else None
+def rank(run: StoredRun, is_present: bool) -> tuple[float, ...]:
+    """Return the key by which candidates are sorted, best first."""
+    read = fmean(record.attended_share or 0.0 for record in run.records)
+    return -mean_score(run.records), not is_present, round(read, 2)
+
+
+def leave_out(error: Exception) -> None:
+    warn(f"left out: {sentence(error)}")
+
+
+def spelled(run: StoredRun) -> str:
+    """Return the mean score with its interval, such as "40.0 [23, 59]"."""
+    groups, units = ([getattr(record, key) for record in run.records] for key in ("group", "independent"))
+    ends = stats.interval([record.score for record in run.records], groups, units=units)
+    return with_ci(mean_score(run.records), [ends.low, ends.high] if ends else None)
+
+
+def grids_of(start: Job, asked: Values) -> dict[str, tuple[Any, ...]]:
+    """Return the values to try by parameter, the start's first: those of the command line, or, if it names none, those
+    that the method declares in `tunable` and that can run. Raise `SettingsError` where none has a second value."""
+    method, grids = start.method, dict[str, tuple[Any, ...]]()
+    for name, values in (asked or method.tunable).items():
+        legal = [getattr(method, name)]
+        for value in values:
+            try:
+                one = build(describe(method) | {name: value}, "method")
+                Job.plan(one, start.task, start.model, start.wanted, start.prompts, start.presets)
+                legal.append(getattr(one, name))
+            except ValueError as error:
+                if asked:
+                    raise
+                say_once(f"not tried: {name}={plain(value)}: {sentence(error)}")
+        if len(once := dict.fromkeys(legal)) > 1:
+            grids[name] = tuple(once)
+    if not grids:
+        raise SettingsError(
+            f"{type(method).__name__} has no parameter with a second value to try: name values, as in "
+            "method.PARAMETER=A,B, or choose another method."
+        )
+    return grids
+
+
+def halves(items: Sequence[PreparedExample]) -> tuple[list[PreparedExample], list[PreparedExample]]:
+    """Split the examples of each group alternately into two halves."""
+    groups: dict[str, list[PreparedExample]] = defaultdict(list)
+    for item in items:
+        groups[item.example.group].append(item)
+    if few := [name for name, own in groups.items() if len(own) < 2]:
+        raise SettingsError(
+            f"{few[0]} has one example, and a search needs one to choose by and one to report on: ask the task for "
+            "more (task.samples, task.rounds)."
+        )
+    first, second = ([item for own in groups.values() for item in own[half::2]] for half in (0, 1))
+    return first, second

@@ -60,7 +60,7 @@ def test_the_planted_value_is_found_and_reported_on_examples_that_had_no_say(
 ) -> None:
     code, out, err = run("method.gain=0.25,0.5,1.0", "method.unused=1,2", "method.extra=0,60")
     assert code == 0, err
-    assert "extra=60: it" in out  # reads more than the budget
+    assert "extra=60: left out" in err  # reads more than the budget
     preset = tmp_path / "runs" / "method" / "planted_tuned.yaml"
     text = preset.read_text()
     assert yaml.safe_load(text)["gain"] == 1.0
@@ -68,10 +68,8 @@ def test_the_planted_value_is_found_and_reported_on_examples_that_had_no_say(
     assert text.startswith("# planted tuned on echo: gain=1.0.\n# python -m harness.tune ")
     assert "Held out, 4 other" in text
     assert "gain=1.0 100.0 [" in text
-    for told in (out, text):
-        words = " ".join(told.replace("\n# ", " ").split())
-        assert "Random weights" in words
-    chosen, held = (ids_of(tmp_path / "runs", part) for part in ("choose-", "held-out"))
+    assert "random weights" in out
+    chosen, held = (ids_of(tmp_path / "runs", part) for part in ("choose", "held-out"))
     assert len(chosen) == len(held) == 4
     assert not chosen & held
     # the preset runs, on other examples
@@ -118,7 +116,7 @@ def test_a_search_that_was_stopped_goes_on(run: Tune, tmp_path: Path, monkeypatc
 def test_a_dry_run_counts_and_runs_nothing(run: Tune, tmp_path: Path) -> None:
     code, out, _ = run("dry_run=true")
     assert code == 0
-    for words in ("4 held out", "4 points", "2 combinations"):
+    for words in ("4 held out", "4 points", "at most 24 answers"):
         assert words in out
     assert not (tmp_path / "runs").exists()
 
