@@ -5,8 +5,8 @@ Some verdicts are math-verify's own. It leaves out the base of a number, so that
 after six decimals, so that 2^-98 is 2^-99. It takes "million" for a unit, does not read `5{:}30`, `1 234`, `\\pmod`,
 `\\approx` and other scripts, and without a box only numbers and formulas after English words.
 
-R-KV's released run_math.py asks without a chat template (`task.prompt=rkv chat=none`) and weighs attention by 0.1; the
-default of its class is 0.07."""
+R-KV's released run_math.py asks without a chat template (`task.prompt=rkv chat=none`), later versions with it where
+--use_chat_template says so, and weighs attention by 0.1; the default of its class is 0.07."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ BARE = re.compile(r"[^$\n]*?(?=\$|\\[)\]])|\S*")  # the rest of a formula, or a 
 IDLE = re.compile(r"\\?[%°]|(?<=\d)\\,(?=\d{3})|(?<!\\right)\\?[.,;。]\s*$")  # as in 10\,000\%.
 EMPHASIS = re.compile(r"(?<![^\s(:=])[*_`]+(?=\S)|(?<=[^\s^*_`])[*_`]+(?![^\s.,:;!?)])")  # Markdown's
 NOT = r"(?:\b(?:(?:can)?not|neither|nor|no longer)|n['’]t)\s+(?:be\s+|equal\s+(?:to\s+)?)?"
-DENIED = re.compile(NOT + r"(?:\$[^$]{1,99}\$|\\\(.{1,99}?\\\)|-?\d\S*)")
+NUMBER = r"(?:\$[^$]{1,99}\$|\\\(.{1,99}?\\\)|-?\d\S*)"
+DENIED = re.compile(rf"{NOT}{NUMBER}(?:\s+n?or\s+{NUMBER})*")  # also "not 72 or 74"
 
 
 class ProblemSet(NamedTuple):

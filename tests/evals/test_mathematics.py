@@ -70,7 +70,7 @@ def test_every_set_is_read_in_the_layout_of_the_hub(tmp_path: Path) -> None:
     (released,) = Mathematics(prompt="rkv", samples=1).examples(env(tmp_path))
     assert released.context.startswith("You are given a math problem.\n\nProblem: Problem 0 of {x}?\n\n You need")
     with pytest.raises(MissingData, match=r"hf download math-ai/aime25 test.jsonl .* --local-dir DATA/aime25"):
-        list(Mathematics(sets="aime25").examples(env(tmp_path / "aime_2024")))
+        list(Mathematics(sets="aime25").examples(env(tmp_path / "aime_2024" / "data")))
 
 
 def test_wrong_parameters_are_named() -> None:
@@ -87,7 +87,7 @@ def test_a_missing_judge_is_named_before_the_model_loads(monkeypatch: pytest.Mon
 
 @needs_math_verify
 def test_verdicts_are_those_written_by_hand() -> None:
-    assert (len(PAIRS), sum(kind != "plain" for kind, *_ in PAIRS)) == (125, 45)
+    assert (len(PAIRS), sum(kind != "plain" for kind, *_ in PAIRS)) == (127, 47)
     wrong = [pair for pair in PAIRS if judge(pair[1], pair[2])[0] != pair[3]]
     assert not wrong
 
