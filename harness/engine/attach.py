@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -120,8 +120,11 @@ class Attachment:
 
     @cached_property
     def weights(self) -> str:
-        """Return a hash of the model's weights, all of which are read for it (`checksum`)."""
-        return checksum(self.model)
+        """Return a hash of the model's weights, all of which are read for it, and of how its layers
+        rotate and scale, which may be replaced in place as well (`checksum`)."""
+        ropes: list[Any] = [spec.rope for spec in self.model_specs]
+        near_and_far = torch.tensor([1, 1000])
+        return checksum(self.model, [torch.cat(x.as_given(near_and_far)) * x.module.scaling for x in ropes])
 
     def check_model(self) -> None:
         """Raise `UnsupportedError` if weights of the model were replaced, converted or moved after

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,12 +27,13 @@ def parts(model: nn.Module) -> list[Any]:
     return found
 
 
-def checksum(model: nn.Module) -> str:
-    """Return a hash of all weights of the model, which are read once for it, and of which adapters
-    are on. Any number that changes gives another one; numbers that change places do, too, unless
-    they stay within the same `PIECE` bytes. Weights that a device holds elsewhere (meta tensors)
+def checksum(model: nn.Module, more: Iterable[Tensor] = ()) -> str:
+    """Return a hash of all weights of the model, which are read once for it, of which adapters are
+    on, and of the tensors `more`. Any number that changes gives another one; numbers that change
+    places do, too, unless they stay within the same `PIECE` bytes. Weights that a device holds elsewhere (meta tensors)
     count by their shape."""
-    sums = [(name, str(x.dtype), list(x.shape), _sum(x)) for name, x in model.state_dict().items()]
+    held = model.state_dict() | {str(number): x for number, x in enumerate(more)}
+    sums = [(name, str(x.dtype), list(x.shape), _sum(x)) for name, x in held.items()]
     adapters = [part for part in parts(model) if len(part) == 2]
     return hashlib.sha256(json.dumps([sums, adapters]).encode()).hexdigest()
 

@@ -61,7 +61,17 @@ def writes(model: PreTrainedModel) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("change", [writes, adapters])
+def turns(model: PreTrainedModel) -> Iterator[None]:
+    """Rotates and scales otherwise, by numbers that a checkpoint does not hold."""
+    rotary: Any = model.model.rotary_emb
+    rotary.inv_freq.mul_(0.5)
+    yield
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 2
+    yield
+
+
+@pytest.mark.parametrize("change", [writes, adapters, turns])
 def test_other_weights_are_prepared_for_again_and_have_another_fingerprint(
     change: Callable[[PreTrainedModel], Iterator[None]],
 ) -> None:
