@@ -23,8 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from kernels import ops
 from kernels.per_sequence import PerSequence
 from kernels.ragged import filled
-from methods.base import Grids, LayerWorkload, PeakExtra
-from methods.parts import costs
+from methods.base import Grids
 from methods.pools import PerHeadStore
 from methods.snapkv import SnapKeep, SnapKV
 
@@ -97,12 +96,6 @@ class AdaKV(SnapKV):
             raise ValueError(f"floor={self.floor} is not a part of the even share: give 0 to 1, 0.2 in the paper.")
         if self.select_per != "kv_head":
             raise ValueError("Ada-KV gives budgets to KV heads: leave select_per=kv_head.")
-
-    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the bytes that SnapKV takes temporarily, and those of the ranked votes with the
-        tokens' and heads' numbers."""
-        ranked = (2 * costs.FP32 + 2 * costs.INT64) * case.spec.num_kv_heads * case.sealed
-        return super().transient(case, chunk) + PeakExtra(seal=0 if self.reads_whole(case) else ranked)
 
 
 def whole_shares(asked: Sequence[float], most: Sequence[int]) -> list[int]:

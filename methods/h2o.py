@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kernels import ops, sink_logits
 from kernels.reference import Segment
-from methods.base import AttnInput, Cost, CostError, LayerWorkload, PeakExtra, Plan
+from methods.base import AttnInput, Cost, CostError, LayerWorkload, Plan
 from methods.layers import Keep, Padded, Storage, between_ends, ends
 from methods.layers.windowed import Windowed
 from methods.parts import costs
@@ -141,13 +141,6 @@ class H2O(Windowed):
     def cost(self, case: LayerWorkload) -> Cost:
         kept = self.kept(case)
         return costs.evict(case, kept) + Cost(costs.FP32 * case.spec.num_kv_heads * (kept + case.reserve))
-
-    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the bytes taken temporarily: the sums of attention so far, and the sums of a chunk
-        by query head and by KV head."""
-        received = costs.FP32 * case.spec.num_kv_heads * case.capacity
-        sums = costs.FP32 * (case.spec.num_heads + case.spec.num_kv_heads) * case.sealed
-        return PeakExtra(received, sums, received + costs.evicting(case, self.kept(case)))
 
     def at_communication(self, share: float, head_dim: int) -> H2O:
         """Return H2O(C), which keeps 1/128 of the prompt beyond the budget: so the paper of PQCache

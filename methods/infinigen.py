@@ -37,7 +37,7 @@ from kernels.partial import narrowed as narrowed_queries
 from kernels.per_sequence import CountedOnDevice, PerSequence
 from kernels.ragged import Ragged, filled, leading
 from kernels.reference import Segment
-from methods.base import Attended, AttnInput, CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, PeakExtra
+from methods.base import Attended, AttnInput, CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload
 from methods.base.pieces import pieces
 from methods.base.request import QUERIES, ROTATION
 from methods.base.state import queues
@@ -367,14 +367,6 @@ class InfiniGen(PooledMethod):
         index = Cost(self._partial_bytes(case, case.capacity + 1) + mass)
         index = index.reading(self._partial_bytes(case, case.sealed))
         return costs.select(case, Plan(0, 0, case.budget), index_bytes=0) + index + tables
-
-    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the bytes taken temporarily at the prompt's end: the partial keys (keys reduced to
-        a few columns) twice, and, if there is room for only a part of the tokens, the queries that
-        decide which of them stay."""
-        if self.reads_whole(case):
-            return PeakExtra()
-        return self.filling(case) + PeakExtra(seal=2 * self._partial_bytes(case, case.capacity + 1))
 
     def _partial_bytes(self, case: LayerWorkload, rows: int) -> int:
         """Return the most bytes of `rows` rows of partial keys (keys reduced to a few columns) and

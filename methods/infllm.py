@@ -27,7 +27,6 @@ from kernels import ops
 from kernels.reference import Segment
 from kernels.sink_logits import lse_with_sink, with_sink
 from methods.base import AttnInput, CacheState, Cost, CostError, Grids, KVLayer, LayerSpec, LayerWorkload, Method, Plan
-from methods.base.cost import PeakExtra
 from methods.base.request import ROTATION
 from methods.layers import Layer, Select, Storage, ends
 from methods.parts import costs
@@ -306,20 +305,6 @@ class InfLLM(Method):
         far = self.n_init + local - self.spend(case.budget)[0] + case.reserve  # keys moved, outside the blocks
         chosen = costs.select(case, Plan(self.n_init, local, top), representatives + far * case.row_bytes // 2)
         return (chosen + shared).reading(chosen.read_bytes_per_step - far * case.row_bytes // 2)
-
-    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the bytes taken temporarily: those of an execution block of queries, eleven times
-        in fp32 while the parts of its attention are merged, and those of the blocks that it reads,
-        once gathered and once joined with the first tokens."""
-        shared = costs.rope_table(case).device_bytes
-        if self.reads_whole(case):
-            return PeakExtra(kept=shared)
-        spec, (n_local, top) = case.spec, self.spend(case.budget)
-        queries, drawn = min(self.exc_block, n_local, chunk), costs.FP32 * spec.num_heads
-        merging = 11 * costs.FP32 * queries * spec.num_heads * spec.head_dim + drawn * (n_local + queries)
-        represented = spec.num_heads * case.sealed // self.block * spec.head_dim * case.element_bytes
-        prefill = merging + 2 * top * self.block * case.row_bytes
-        return PeakExtra(shared + drawn * case.capacity + represented, prefill)
 
     def at_communication(self, share: float, head_dim: int) -> InfLLM:
         """Return this method with each block represented by a `share` of its tokens, so that

@@ -38,7 +38,6 @@ from methods.base import (
     KVLayer,
     LayerSpec,
     LayerWorkload,
-    PeakExtra,
     Piece,
     RepeatPrompts,
 )
@@ -207,20 +206,6 @@ class KVzip(PolicyMethod):
 
     def cost(self, case: LayerWorkload) -> Cost:
         return costs.dense(case) if self.reads_whole(case) else costs.evict(case, case.budget)
-
-    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the bytes taken temporarily: the scores, and the most of three moments. A layer
-        attends to its keys and values joined with those of a repetition; before that, the weights of
-        some queries are computed, twice in memory; and at the seal the scores of all layers are
-        ranked."""
-        if self.reads_whole(case):
-            return PeakExtra()
-        spec, scores = case.spec, costs.FP32 * case.spec.num_kv_heads * case.sealed
-        fed = self.repeated_tokens(case.sealed)
-        near = self.sinks + min(self.chunk, case.sealed) + fed
-        weights = (spec.num_kv_heads * spec.head_dim + 2 * spec.num_heads * QUERIES) * costs.FP32 * near
-        ranked = 2 * scores * spec.num_layers + costs.evicting(case, case.budget)
-        return PeakExtra(kept=scores, seal=max((case.sealed + fed) * case.row_bytes, weights, ranked))
 
     def repeated_tokens(self, sealed: int) -> int:
         return min(self.chunk, sealed) + WORDS

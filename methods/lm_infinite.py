@@ -23,8 +23,8 @@ from torch.nn.functional import pad
 from kernels import ops
 from kernels.reference import Segment
 from kernels.sink_logits import with_sink
-from methods.base import AttnInput, CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, Method, PeakExtra
-from methods.base.pieces import TOKENS_AT_ONCE, pieces
+from methods.base import AttnInput, CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, Method
+from methods.base.pieces import pieces
 from methods.base.request import ROTATION
 from methods.layers import Keep, Layer, Policy
 from methods.parts import costs
@@ -163,17 +163,6 @@ class LMInfinite(Method):
             return costs.dense(case) + costs.rope_table(case)
         first = costs.FP32 * self.n_init * case.spec.num_kv_heads * case.spec.head_dim
         return costs.evict(case, case.budget) + costs.rope_table(case) + Cost(first)
-
-    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the bytes taken temporarily by attention to the first tokens and by the queries
-        rotated for it, a part of a chunk at a time: six times in fp32 while it is merged with
-        attention to the window."""
-        kept = PeakExtra(kept=costs.rope_table(case).device_bytes)
-        if self.reads_whole(case):
-            return kept
-        heads, dim = case.spec.num_heads, case.spec.head_dim
-        merging = costs.FP32 * heads * (6 * dim * min(chunk, TOKENS_AT_ONCE) + chunk)
-        return kept + PeakExtra(prefill=merging, seal=costs.evicting(case, case.budget))
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         tables = RopeTable.of_layers(specs, cache)

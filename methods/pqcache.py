@@ -24,7 +24,6 @@ from torch import Tensor
 from kernels import ops
 from kernels.reference import Segment, pq_held
 from methods.base import AttnInput, Cost, CostError, Grids, LayerSpec, LayerWorkload, Plan
-from methods.base.cost import PeakExtra
 from methods.base.state import queues
 from methods.layers import Select
 from methods.layers.read import PRUNED
@@ -206,16 +205,6 @@ class PQCache(Windowed):
         if case.placement == DEVICE or not self.cache_tokens:
             return chosen
         return chosen + block_cache.cost(case, middle, plan.top, self.cache_block, self.slots, self.cache_offered)
-
-    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the bytes taken temporarily: the clustered keys in fp32, their codes before they
-        are converted to small integers, and the keys themselves while they wait to be clustered."""
-        if self.reads_whole(case):
-            return PeakExtra()
-        plan, spec = self.split(case.budget), case.spec
-        token = spec.num_kv_heads * (costs.FP32 * spec.head_dim + costs.INT64 * self.m)
-        middle = case.sealed - plan.sinks - plan.local
-        return PeakExtra(seal=token * middle, beside=middle * case.row_bytes // 2)
 
     @property
     def slots(self) -> int:

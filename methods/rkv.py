@@ -21,11 +21,10 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize
 
 from kernels import ops
-from methods.base import Grids, LayerWorkload, Plan
+from methods.base import Grids, Plan
 from methods.base.pieces import pieces
 from methods.layers import between_ends
 from methods.layers.last_queries import EvictsWhileDecoding, LastQueries
-from methods.parts import costs
 
 SIMILAR = 0.5  # cosine similarity of two keys from which the later token may stand for the earlier one
 KEYS_AT_ONCE = 256  # rows of the matrix of similarities that are computed together
@@ -102,10 +101,3 @@ class RKV(EvictsWhileDecoding):
     @property
     def extra_rows(self) -> int:
         return self.buffer
-
-    def choosing_bytes(self, case: LayerWorkload) -> int:
-        """Return the bytes that a choice among `case.sealed` tokens takes temporarily: keys of unit
-        length in fp32, and a part of their similarities, a mask and row numbers with them."""
-        units = costs.FP32 * case.spec.head_dim
-        similarities = min(case.sealed, KEYS_AT_ONCE) * (costs.FP32 + 1 + costs.INT32)
-        return case.spec.num_kv_heads * case.sealed * (units + similarities)

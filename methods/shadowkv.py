@@ -23,11 +23,10 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from kernels import ops
-from kernels.lowrank import ROWS_AT_ONCE, SOLVERS, low_rank
+from kernels.lowrank import SOLVERS, low_rank
 from kernels.ragged import Ragged, filled, leading
 from kernels.reference import Segment
 from methods.base import Attended, AttnInput, CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, Method
-from methods.base.cost import PeakExtra
 from methods.base.pieces import pieces, tokens_at_once
 from methods.base.request import ROTATION
 from methods.base.state import queues
@@ -321,18 +320,6 @@ class ShadowKV(Method):
         read = landmarks + resident + (top - case.reserve) * case.row_bytes + costs.rebuilding(case, rank, top)
         device = Cost(resident + factors + landmarks + plan.candidates * (ids + values) + hits) + costs.rope_table(case)
         return device.reading(read) + costs.offload(case, plan.candidates * values, plan.top * values)
-
-    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the bytes taken temporarily: all keys in fp32 and the factor u, in fp32 and as it
-        is kept, or a part of the keys in fp64 if that is more."""
-        kept = PeakExtra(kept=costs.rope_table(case).device_bytes)
-        if self.reads_whole(case):
-            return kept
-        channels = case.spec.num_kv_heads * case.spec.head_dim
-        factor = self.rank_of(case.sealed, channels) * (costs.FP32 + case.element_bytes % costs.FP32)
-        beside = max(case.sealed * factor, min(case.sealed, ROWS_AT_ONCE) * 2 * costs.FP32 * channels)
-        hits = held_bytes(case, self.plan(case.budget, case.sealed).top, self.chunk) if self.hit_cache else 0
-        return kept + PeakExtra(seal=case.sealed * costs.FP32 * channels + beside, stepping=hits)
 
     def check_model(self, spec: LayerSpec) -> None:
         channels = spec.num_kv_heads * spec.head_dim

@@ -18,7 +18,7 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kernels import ops
 from kernels.sink_logits import column_sums
-from methods.base import Cost, Grids, LayerWorkload, PeakExtra, Plan
+from methods.base import Cost, Grids, LayerWorkload, Plan
 from methods.layers import Policy, PolicyMethod, between_ends
 from methods.layers.last_queries import LastQueries
 from methods.parts import costs
@@ -97,13 +97,3 @@ class SnapKV(PolicyMethod):
         if self.reads_whole(case):
             return costs.dense(case)
         return costs.evict(case, self.kept(case), case.spec.group if self.select_per == "query_head" else 1)
-
-    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the bytes taken temporarily: the queries that will vote, and the votes by query
-        head, then twice by KV head."""
-        kept = PeakExtra(kept=self.window * case.query_bytes)
-        if self.reads_whole(case):
-            return kept
-        votes = costs.FP32 * (case.spec.num_heads + 2 * case.spec.num_kv_heads) * case.sealed
-        copies = case.spec.group if self.select_per == "query_head" else 1
-        return kept + PeakExtra(seal=votes + costs.evicting(case, self.kept(case), copies))

@@ -17,7 +17,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kernels.rope import rotate_by
-from methods.base import Cost, Grids, LayerWorkload, PeakExtra
+from methods.base import Cost, Grids, LayerWorkload
 from methods.base.request import ROTATION
 from methods.layers import Keep, PolicyMethod
 from methods.parts import costs
@@ -88,6 +88,3 @@ class Streaming(PolicyMethod):
 
     def cost(self, case: LayerWorkload) -> Cost:
         return costs.dense(case) if self.reads_whole(case) else costs.evict(case, case.budget)
-
-    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        return PeakExtra(seal=0 if self.reads_whole(case) else costs.evicting(case, case.budget))

@@ -7,7 +7,7 @@ tokens, K chosen tokens, D head size, E model width. KV head i serves query head
 
 from __future__ import annotations
 
-from methods.base.cost import Cost, CostError, LayerWorkload, PeakExtra
+from methods.base.cost import Cost, CostError, LayerWorkload
 from methods.base.layer import Attended, KVLayer
 from methods.base.method import Grids, Method, refuse_other_than_method
 from methods.base.request import AttnInput, LayerSpec, NextRow, Piece, RepeatPrompts, Request
@@ -30,7 +30,6 @@ __all__ = [
     "Method",
     "NextRow",
     "PaperBudget",
-    "PeakExtra",
     "Piece",
     "Plan",
     "RepeatPrompts",

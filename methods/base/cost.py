@@ -4,7 +4,7 @@ reads."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from methods.base.request import LayerSpec
 from methods.tiers.codec import Codec
@@ -76,14 +76,6 @@ class Cost:
             tier_of(tier)
         return {tier: self.device_bytes if tier == DEVICE else self.away.get(tier, 0) for tier in TIERS}
 
-    def beside(self, case: LayerWorkload) -> int:
-        """Return how many bytes this layer takes on the device at the moment when its prompt is
-        sealed (indexed, compressed or moved), in addition to the prompt's keys and values, which
-        are all still there. If they stay as they are, that is what is added, such as an index; else
-        it is all that the layer holds afterwards."""
-        stays = not any(self.away.values()) and self.device_bytes >= case.dense_bytes
-        return self.device_bytes - (case.dense_bytes if stays else 0)
-
     def __add__(self, other: Cost) -> Cost:
         away = {tier: self.away.get(tier, 0) + other.away.get(tier, 0) for tier in (*self.away, *other.away)}
         moved = self.moved_bytes_per_step + other.moved_bytes_per_step
@@ -93,29 +85,6 @@ class Cost:
     def reading(self, count: int) -> Cost:
         """Return a copy of this cost in which a step reads `count` bytes."""
         return replace(self, read_bytes_per_step=count)
-
-
-@dataclass(frozen=True, slots=True)
-class PeakExtra:
-    """Hold the bytes that a layer takes temporarily on the device, in addition to keys and values
-    of the prompt and to what a layer of Full, the method that keeps and reads everything, takes.
-    `+` adds them up.
-
-    `kept`: from the first chunk of the prompt to the seal (what the method does at its end).
-    `prefill`: while a chunk passes through the layer. `seal`: the most during the seal, if that is
-    more than what the layer holds afterwards. `stepping` counts the other way: bytes of the layer's
-    cost that it takes only with its first decode step, so that they are not there while other
-    layers seal. `beside`: in host memory with `overlap=on`, until work on the layer ends that runs
-    during later layers."""
-
-    kept: int = 0
-    prefill: int = 0
-    seal: int = 0
-    stepping: int = 0
-    beside: int = 0
-
-    def __add__(self, other: PeakExtra) -> PeakExtra:
-        return PeakExtra(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 class CostError(ValueError):

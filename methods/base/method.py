@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from methods.base.cost import Cost, CostError, LayerWorkload, PeakExtra
+from methods.base.cost import Cost, CostError, LayerWorkload
 from methods.base.layer import KVLayer
 from methods.base.request import AttnInput, LayerSpec, Piece, RepeatPrompts
 from methods.base.state import CacheState
@@ -174,12 +174,6 @@ class Method(metaclass=_TupleForList):
         bytes depend on the text, they are an upper bound. Raises `CostError` if the method declares
         no formula."""
         raise CostError(f"{type(self).__name__} declares no cost, so align=tokens is all it can do.")
-
-    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the bytes that `case` takes temporarily, by formula, when its prompt comes in
-        chunks of `chunk` tokens. They are not part of `cost`; a step is assumed to need less than a
-        seal."""
-        return PeakExtra()
 
     def at_communication(self, share: float, head_dim: int) -> Method:
         """Return this method with its parameters set so that choosing tokens moves `share` of the

@@ -3,13 +3,12 @@ dropped while the model decodes, under a budget that counts prompt and answer.""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from methods.base import AttnInput, Cost, LayerWorkload, PeakExtra
+from methods.base import AttnInput, Cost, LayerWorkload
 from methods.layers.layer import PolicyMethod
 from methods.layers.policy import Keep
 from methods.parts import costs
@@ -56,18 +55,3 @@ class EvictsWhileDecoding(PolicyMethod):
         bounded = costs.bounded(case, self)
         queries = self.window * case.query_bytes if bounded.reserve < case.reserve else 0
         return costs.evict(bounded, case.sealed if self.reads_whole(case) else case.budget) + Cost(queries)
-
-    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the bytes of the last queries, and those of a choice: at the seal, or later in the
-        answer, where a short prompt and a long answer fill the budget together."""
-        bounded = costs.bounded(case, self)
-        full = replace(case, sealed=min(case.sealed, case.budget) + bounded.reserve)
-        choosing = self.choosing_bytes(full) if bounded.reserve < case.reserve else 0
-        if not self.reads_whole(case):
-            choosing = max(choosing, self.choosing_bytes(case), costs.evicting(bounded, case.budget))
-        return PeakExtra(kept=self.window * case.query_bytes, seal=choosing)
-
-    def choosing_bytes(self, case: LayerWorkload) -> int:
-        """Return the bytes that a choice among `case.sealed` tokens takes temporarily: their weights
-        by query head, and twice by KV head."""
-        return costs.FP32 * (case.spec.num_heads + 2 * case.spec.num_kv_heads) * case.sealed

@@ -20,13 +20,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from methods.base import AttnInput, Budget, Cost, LayerWorkload, Method, PeakExtra, Plan
+from methods.base import AttnInput, Budget, Cost, LayerWorkload, Method, Plan
 from methods.base.method import LONG
 from methods.base.state import StepCounters
 from methods.budget import BudgetError
 from methods.layers.read import Select
 from methods.layers.storage import Storage
-from methods.parts import costs
 
 Eviction = Literal["counter", "fifo", "lru"]
 Fetched = tuple[Tensor, Tensor]  # rows [B G K], of which each sequence fetches the first so many [B]
@@ -166,15 +165,6 @@ class PooledMethod(Method):
         columns = left * case.spec.num_kv_heads
         tables = Cost((USE_BYTES + LIVE_BYTES) * columns).reading(LIVE_BYTES * columns)
         return replace(case, sealed=left, budget=min(case.budget, left)), tables
-
-    def filling(self, case: LayerWorkload) -> PeakExtra:
-        """Return the memory that is taken temporarily while it is decided which prompt tokens stay
-        in the limited room: the prompt's queries, kept until the seal if they decide it, and the
-        copies that dropping tokens takes."""
-        if (slots := self.slots(case.capacity)) is None:
-            return PeakExtra()
-        rehearsed = 0 if self.pool_policy == "fifo" else case.sealed * case.query_bytes
-        return PeakExtra(rehearsed, 0, costs.evicting(case, slots - case.reserve))
 
 
 class Pooled(Select, capturable=True):

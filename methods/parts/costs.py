@@ -43,16 +43,6 @@ def bounded(case: LayerWorkload, method: Method) -> LayerWorkload:
     return replace(case, reserve=min(case.reserve, rows + method.extra_rows - min(case.sealed, rows)))
 
 
-def evicting(case: LayerWorkload, kept: int, copies: int = 1) -> int:
-    """Return the bytes on the device that dropping all but `kept` prompt tokens takes temporarily,
-    besides the whole prompt: the kept rows, once gathered and once in their new store, and their
-    positions. `copies`: how many copies a KV head keeps of each."""
-    if kept >= case.sealed:
-        return 0
-    places = INT64 * case.spec.num_kv_heads * (2 * case.sealed + 3 * kept * copies)
-    return (2 * kept + case.reserve) * copies * case.row_bytes + places
-
-
 def select(case: LayerWorkload, plan: Plan, index_bytes: int) -> Cost:
     """Return the cost of a method that holds all tokens and reads those of `plan`: sinks, a window
     and chosen ones. The tokens between sinks and window lie where `case.placement` says; an index

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from harness.engine.engine import Engine
 from harness.engine.saved_state import Snapshot
 from harness.prompts.teacher import Forced
 from kernels.dispatch import use_backend
-from methods.base import AttnInput, Budget, BudgetError, LayerWorkload, Method
+from methods.base import AttnInput, Budget, BudgetError, Method
 from methods.full import Full
 from methods.layers import Layer
 from methods.layers.batched import alone_because
@@ -254,14 +254,6 @@ def test_steps_are_captured_and_shared_where_no_row_can_be_dropped(method: Metho
         engine.prefill(cache, prompt(83), whole=True)
         cache.seal()
         assert [alone_because(layer) for layer in cache.layers] == [None] * 3
-
-
-def test_memory_is_foreseen_for_a_choice_in_the_answer_to_a_short_prompt() -> None:
-    (spec,), method = Sequences(SHAPES[1], 1).specs, RKV()
-    case = LayerWorkload(spec, sealed=64, budget=64, placement="device", element_bytes=4, reserve=4000, rows=1024)
-    full = replace(case, sealed=1024 + method.buffer)
-    assert method.transient(case, 64).seal == method.choosing_bytes(full) > 0
-    assert method.transient(replace(case, reserve=900), 64).seal == 0
 
 
 def test_of_a_chunk_only_the_last_queries_are_copied() -> None:

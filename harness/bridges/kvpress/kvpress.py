@@ -19,7 +19,6 @@ from harness.bridges.kvpress.building import KVPressError, build, check_mapping,
 from harness.bridges.kvpress.keep import PressEvict
 from harness.engine.hf import QueryProjection
 from methods.base import CacheState, Cost, CostError, Grids, KVLayer, LayerSpec, LayerWorkload, Method
-from methods.base.cost import PeakExtra
 from methods.base.request import QUERIES, ROTATION
 from methods.layers import Layer
 from methods.parts import costs
@@ -90,19 +89,6 @@ class KVPress(Method):
         if not set_ratio(build(self.press), 0.5):
             raise CostError(f"{self.press['name']} takes no ratio, so align=tokens is all it can do.")
         return costs.evict(case, case.budget)
-
-    def transient(self, case: LayerWorkload, chunk: int) -> PeakExtra:
-        """Return the memory that a layer needs for a time besides its cache.
-
-        Until the prompt is complete (the seal) that is its input, whose width is taken to be that
-        of the queries. The seal itself needs a second copy of that input, copies of keys and values
-        for the press, and as much again for what the press computes."""
-        kept = PeakExtra(kept=case.sealed * case.query_bytes)
-        if self.reads_whole(case):
-            return kept
-        copies = case.sealed * case.row_bytes
-        working = max(copies, costs.evicting(case, case.budget))
-        return kept + PeakExtra(seal=case.sealed * case.query_bytes + copies + working)
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         """Return the layers of a fresh cache, with a press for each sequence, which all layers

@@ -1,4 +1,4 @@
-"""What a run takes on the CPU, prefill, seal and a step, is what was forecast before it: a new yaml is tested by being
+"""What a run takes on the CPU in prefill, seal and a step is at most what was forecast: a new yaml is tested by being
 there."""
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from harness.engine.engine import Engine
 from harness.engine.hf import routed
 from harness.jobs.examples import PreparedExample, prepare
 from harness.jobs.memory import CacheSpec, MemoryForecast, needed
-from harness.jobs.prefill import SharedPrefill
 from harness.models.base import ModelInfo
 from kernels import ops
 from methods.base import Budget, Method
-from methods.tiers.tier import DEVICE, DISK, HOST
+from methods.tiers.tier import DEVICE, DISK, HOST, TIERS
 from tests.allocations import Allocations
 from tests.fast import MODEL, niah
 from tests.methods.test_contract import NAMES, _yaml
@@ -33,7 +32,6 @@ from tests.quick import mostly_slow
 from tests.tiny import SHAPE
 
 PROMPT, NEW, LAYERS = 2800, 4, 8
-FLOOR = 16 * 2**20  # below it nothing is promised, though it holds where little is left on the device
 WIDE = SHAPE | {
     "hidden_size": 192, "intermediate_size": 192, "num_hidden_layers": LAYERS, "num_attention_heads": 6,
     "num_key_value_heads": 3, "head_dim": 32,
@@ -44,8 +42,8 @@ pytestmark = pytest.mark.skipif(
     REFUSAL is not None, reason=f"torch's own kernels take blocks of up to 16 MiB: {REFUSAL}"
 )
 QUICK = [  # where most lies beside keys and values
-    ("h2o", "device", None), ("infllm", "device", None), ("infinigen", "host", 300), ("kivi", "device", 300),
-    ("lm_infinite", "device", None), ("shadowkv", "host", 300), ("snapkv", "device", 300), ("sparq", "host", 300),
+    ("h2o", "device"), ("infllm", "device"), ("infinigen", "host"), ("kivi", "device"), ("lm_infinite", "device"),
+    ("rkv", "device"), ("shadowkv", "host"), ("snapkv", "device"), ("sparq", "host"),
 ]  # fmt: skip
 
 
@@ -83,31 +81,30 @@ def attach(cache_spec: CacheSpec, of: PreTrainedModel | None = None) -> Attachme
     return Attachment(of or model(), cache_spec.method, cache_spec.budget, placement, ids(0), 0, None, None)
 
 
-def peaks(cache_spec: CacheSpec, further: int = 0) -> Allocations:
-    """Bytes at most in a turn, and in one more of `further` tokens."""
+def peaks(cache_spec: CacheSpec) -> Allocations:
+    """Bytes at most in a turn."""
     attachment = attach(cache_spec)
     with Allocations() as counted:
-        take_turns(attachment, cache_spec, further)
+        take_turn(attachment, cache_spec)
     return counted
 
 
 @torch.inference_mode()
-def take_turns(attachment: Attachment, cache_spec: CacheSpec, further: int = 0) -> None:
+def take_turn(attachment: Attachment, cache_spec: CacheSpec) -> None:
     with routed(attachment.model):
         engine = Engine(attachment, prefill_chunk=cache_spec.settings.prefill_chunk)
-        cache = attachment.start(KVCache, capacity=PROMPT + NEW + (further and further + NEW))
-        for tokens in (PROMPT, further) if further else (PROMPT,):
-            cache.open_turn()
-            engine.prefill(cache, ids(1, tokens).to(attachment.model.device), whole=True)
-            cache.seal()
-            engine.run(ids(2, 1).to(attachment.model.device), cache)
+        cache = attachment.start(KVCache, capacity=PROMPT + NEW)
+        cache.open_turn()
+        engine.prefill(cache, ids(1).to(attachment.model.device), whole=True)
+        cache.seal()
+        engine.run(ids(2, 1).to(attachment.model.device), cache)
 
 
 def forecast(cache_spec: CacheSpec) -> MemoryForecast:
     return needed(info(), cache_spec, [item()] * cache_spec.settings.batch, loaded=True)
 
 
-def holder_of(name: str, placement: str = "device", chunk: int | None = None, **parameters: object) -> CacheSpec:
+def holder_of(name: str, placement: str = "device", chunk: int | None = 300, **parameters: object) -> CacheSpec:
     method = replace(method_of(name), **parameters)  # type: ignore[type-var]
     settings = Settings(device="cpu", dtype="fp32", placement=placement, prefill_chunk=chunk)
     return CacheSpec(settings, method, Budget(0.2) if method.uses_budget else None)
@@ -117,77 +114,47 @@ def changed(cache_spec: CacheSpec, **settings: object) -> CacheSpec:
     return cache_spec._replace(settings=replace(cache_spec.settings, **settings))  # type: ignore[arg-type]
 
 
-def assert_foreseen(cache_spec: CacheSpec) -> None:
+def assert_foreseen(told: MemoryForecast, peak: int) -> None:
+    assert 0.5 * peak <= told.total - told.margin <= 1.2 * peak
+    assert peak <= told.total
+
+
+CASES = [(name, place) for name in NAMES for place in TIERS if place == DEVICE or method_of(name).offloads]
+
+
+@pytest.mark.parametrize("case", mostly_slow(CASES, *QUICK), ids="-".join)
+def test_the_peak_is_at_most_what_was_forecast(case: tuple[str, str]) -> None:
     """On a CPU host memory is the device's. What lies on the device alone is forecast where the rest is in files, and
-    what lies in host memory beside a GPU."""
-    real = peaks(cache_spec)
-    assert forecast(cache_spec).total == pytest.approx(real.peak, rel=0.1)
-    if cache_spec.settings.placement == DEVICE:
-        assert real.peak > FLOOR
-        return
-    assert forecast(changed(cache_spec, placement=DISK)).total == pytest.approx(real.peaks[DEVICE], rel=0.1)
-    if cache_spec.settings.placement == HOST:
-        assert forecast(changed(cache_spec, device="cuda")).host == pytest.approx(real.peaks[HOST], rel=0.1)
-
-
-CASES = [
-    (name, place, chunk)
-    for name in NAMES
-    for place in ("device", "host", "disk")
-    for chunk in (None, 300)
-    if place == "device" or method_of(name).offloads
-]
-
-
-@pytest.mark.parametrize("case", mostly_slow(CASES, *QUICK), ids=lambda case: "-".join(map(str, case)))
-def test_the_peak_is_what_was_forecast(case: tuple[str, str, int | None]) -> None:
-    """Chunks make the prefill small, so that the seal is what counts. What a press takes while it works is known as a
-    bound alone."""
+    what lies in host memory beside a GPU. Chunks make the prefill small, so that the seal is what counts."""
     cache_spec = holder_of(*case)
-    if case[0] == "kvpress":
-        real = peaks(cache_spec).peak
-        assert 0.9 * real <= forecast(cache_spec).total <= 1.3 * real
-        return
-    assert_foreseen(cache_spec)
+    real = peaks(cache_spec)
+    assert_foreseen(forecast(cache_spec), real.peak)
+    if case[1] != DEVICE:
+        assert_foreseen(forecast(changed(cache_spec, placement=DISK)), real.peaks[DEVICE])
+    if case[1] == HOST:
+        assert forecast(changed(cache_spec, device="cuda")).host == pytest.approx(real.peaks[HOST], rel=0.1)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 @pytest.mark.parametrize("case", [case for case in QUICK if case[0] != "lm_infinite"], ids=str)
-def test_the_peak_on_a_gpu_is_what_was_forecast(case: tuple[str, str, int | None]) -> None:
-    """As torch's allocator counts it: no more than was said, above the floor."""
+def test_the_peak_on_a_gpu_is_at_most_what_was_forecast(case: tuple[str, str]) -> None:
+    """As torch's allocator counts it."""
     cache_spec, device = changed(holder_of(*case), device="cuda"), torch.device("cuda")
     attachment = attach(cache_spec, deepcopy(model()).to(device))  # type: ignore[arg-type]
-    take_turns(attachment, cache_spec)  # compiles, and takes what stays with the device
+    take_turn(attachment, cache_spec)  # compiles, and takes what stays with the device
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    take_turns(attachment, cache_spec)
-    assert torch.cuda.max_memory_allocated() - before <= max(1.1 * forecast(cache_spec).total, FLOOR)
-
-
-@pytest.mark.parametrize(
-    "place", mostly_slow([("h2o", "device"), ("pqcache", "host")], ("h2o", "device")), ids="-".join
-)
-@torch.inference_mode()
-def test_the_others_of_a_batch_are_sealed(place: tuple[str, str]) -> None:
-    cache_spec = holder_of(*place, 300)
-    cache_spec = cache_spec._replace(settings=replace(cache_spec.settings, batch=2))
-    attachment = attach(cache_spec)
-    with routed(model()), Allocations() as counted:
-        engine = Engine(attachment, prefill_chunk=300)
-        batch = RunningBatch(engine)
-        for seed in range(2):
-            engine.join(batch, ids(seed), max_new_tokens=NEW)
-            batch.step()
-    assert needed(info(), cache_spec, [item()] * 2, loaded=True).total == pytest.approx(counted.peak, rel=0.1)
+    take_turn(attachment, cache_spec)
+    assert torch.cuda.max_memory_allocated() - before <= forecast(cache_spec).total
 
 
 @pytest.mark.parametrize("name", ["full_offloaded", "shadowkv"])
 @torch.inference_mode()
 def test_a_step_of_three_whose_rows_come_together_is_foreseen(name: str) -> None:
     """The rows of one layer come for all of them, and a joint copy of their hit caches is there."""
-    cache_spec = changed(holder_of(name, HOST, 300), batch=3)
+    cache_spec = changed(holder_of(name, HOST), batch=3)
     attachment = attach(cache_spec)
     with routed(model()):
         engine = Engine(attachment, prefill_chunk=300)
@@ -198,23 +165,4 @@ def test_a_step_of_three_whose_rows_come_together_is_foreseen(name: str) -> None
                 engine.join(batch, ids(seed), max_new_tokens=NEW)
             batch.step()
     assert engine.one_by_one is None
-    assert forecast(cache_spec).total == pytest.approx(counted.peak, rel=0.1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("chunk", [None, 300])
-@torch.inference_mode()
-def test_jobs_that_share_a_prefill(chunk: int | None) -> None:
-    """None is sealed before all are filled."""
-    cache_specs = [holder_of(name, placement, chunk) for name, placement in (("infinigen", "host"), ("h2o", "device"))]
-    shared = [one._replace(settings=replace(one.settings, shared_prefill=True)) for one in cache_specs]
-    attachments = [attach(one) for one in cache_specs]
-    with routed(model()), Allocations() as counted:
-        engines = [Engine(attachment, prefill_chunk=chunk) for attachment in attachments]
-        prefill = SharedPrefill(engines[0], ids(1), NEW)
-        caches = [prefill.cache(engine, lambda layer, x: layer.absorb(x)) for engine in engines]
-        prefill.run(PROMPT)
-        for cache in caches:
-            cache.seal()
-    told = needed(info(), shared[0], [item()], loaded=True, beside=shared[1:])
-    assert told.total == pytest.approx(counted.peak, rel=0.1)
+    assert_foreseen(forecast(cache_spec), counted.peak)
