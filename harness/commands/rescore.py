@@ -10,8 +10,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from evals.base import Task
+from harness.config.catalogue import entries, plain
 from harness.config.errors import as_command
 from harness.config.plugins import PluginError, build_recorded
 from harness.config.settings import Data, settings_known_today
@@ -65,6 +67,12 @@ def rescore(run: StoredRun, data_root: Path | None = None, config_dirs: Sequence
         raise PluginError(
             f"task.include_path={included} may hold code, and code that records name is not run: if you trust that "
             f"folder, add --config-dir={included}."
+        )
+    more: dict[str, Any] = getattr(task, "metadata", {})  # of lm-eval: some of its tasks run the code of a tokenizer
+    if more and not any(entry.values().get("metadata") == more for entry in entries("task", config_dirs)):
+        raise PluginError(
+            f"task.metadata={plain(more)} may name a tokenizer with code, and code that records name is not run: if "
+            "you trust it, add --config-dir=FOLDER, where FOLDER/task/NAME.yaml has the same metadata."
         )
     model: ModelSource = build_recorded(run.config.get("model"), "model", config_dirs)
     items = {item.example.id: item for item in prepare(task, model, settings)}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import errno
 import hashlib
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +77,7 @@ def read_csv(path: Path, known_by: Set[str] = frozenset()) -> Iterator[tuple[str
     errors. Raise `StoreError` if it is no such file, or a row has more or fewer cells than the
     first."""
     try:
-        with open(path, encoding="utf-8", newline="") as file:
-            head, *rows = list(csv.reader(file)) or [[]]
+        head, *rows = list(csv.reader(StringIO(_bytes(path).decode(), newline=""))) or [[]]
     except (csv.Error, OSError, ValueError) as error:
         raise StoreError(f"cannot read {path}: {reason(error)}; make it again, or move it away") from error
     columns = list(map(unescaped, head))
@@ -116,9 +117,7 @@ def whole_lines(path: Path) -> list[bytes]:
     exist. Half a last line, which a killed process leaves or a running one is writing, is left
     out."""
     try:
-        if os.path.lexists(path) and not path.is_file():  # a pipe would wait for a writer
-            raise StoreError(f"cannot read {path}: it is no file, or a link to none")
-        return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        return _bytes(path).split(b"\n")[:-1] if os.path.lexists(path) else []
     except OSError as error:
         raise StoreError(f"cannot read {path}: {reason(error)}") from error
 
@@ -185,9 +184,17 @@ def reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or lines[0]
 
 
+def _bytes(path: Path) -> bytes:
+    """Return the content of a file. Raise `OSError` if it is none: a pipe would wait for a writer, and
+    /dev/zero never ends."""
+    if os.path.lexists(path) and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no file, or a link to none")
+    return path.read_bytes()
+
+
 def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     try:
-        plain = parse(path.read_text(encoding="utf-8"))
+        plain = parse(_bytes(path).decode())
     except (OSError, ValueError, TypeError, LookupError, RecursionError, yaml.YAMLError) as error:  # bytes of any kind
         raise StoreError(f"cannot read {path}: {reason(error)}") from error
     if not isinstance(plain, dict):

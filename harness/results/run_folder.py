@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any, Self
 
 from harness.config.plugins import build_recorded
@@ -34,6 +35,7 @@ INFO, CONFIG, EXAMPLES, RESCORED = "run.json", "config.yaml", "examples.jsonl", 
 SUMMARY, ERROR = "summary.json", "error.txt"
 SETTINGS = "config"  # key of run.json for the configuration, of which config.yaml is a copy
 GIVEN = ("model_revision", "prompts", "answers")  # parts of an identity; runs that differ in one are not compared
+SECTIONS = ("averages", "budget_use", "identity", "presets", "provenance", "rescored", "task_info")  # of run.json
 OF_SESSION = (
     "status",
     "started",
@@ -313,6 +315,8 @@ def read_info(folder: Path) -> dict[str, Any]:
         raise StoreError(f"{error}; delete {folder} and run the same command again") from error
     if not isinstance(info.get(SETTINGS), dict):
         raise StoreError(f"{path} holds no configuration; delete {folder} and run the same command again")
+    if odd := [key for key in SECTIONS if not isinstance(info.get(key), (dict, NoneType))]:
+        raise StoreError(f"{path}: {odd[0]} holds no keys and values; delete {folder} and run the same command again")
     return info
 
 

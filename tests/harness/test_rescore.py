@@ -187,8 +187,8 @@ def test_code_that_records_name_runs_only_if_the_user_names_it_too(
     sys.modules.pop("planted")
 
 
-def test_yaml_files_that_records_name_are_not_read(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """lm-eval runs the functions that they name."""
+def test_code_that_lm_eval_would_run_for_records_stays_out(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It runs the functions that yaml files name, and its tasks of RULER that of a tokenizer's folder."""
     place = folder(results, "full")
     (results / "odd.yaml").write_text("task: odd\nprocess_docs: !function planted.never\n")
     config = plain(place / "run.json")["config"]
@@ -196,3 +196,12 @@ def test_yaml_files_that_records_name_are_not_read(results: Path, capsys: pytest
     rewrite(place, config)
     assert rescore.main([str(place)]) == 2
     assert f"--config-dir={results}" in capsys.readouterr().err
+    config["task"]["metadata"] = {"tokenizer": str(results)}
+    rewrite(place, config)
+    conf = f"--config-dir={results}"
+    assert rescore.main([str(place), conf]) == 2
+    assert "may name a tokenizer with code" in capsys.readouterr().err
+    (results / "task").mkdir()
+    (results / "task" / "mine.yaml").write_text(yaml.safe_dump(config["task"]))
+    assert rescore.main([str(place), conf]) == 2
+    assert "planted" in capsys.readouterr().err  # lm-eval looks for the function, now that the user trusts both

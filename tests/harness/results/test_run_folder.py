@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.results.files import read_csv, read_json
 from harness.results.lock import is_locked
 from harness.results.records import RecordError
 from harness.results.run_folder import FolderInUse, Run, StoreError, find, load, read_records
@@ -189,6 +190,13 @@ def test_what_cannot_be_read_or_written(tmp_path: Path, monkeypatch: pytest.Monk
         odd(examples)
         with pytest.raises(StoreError, match=r"examples\.jsonl: it is no file"):
             load(folder)
+        with pytest.raises(StoreError, match=r"examples\.jsonl: it is no file"):
+            read_json(examples)  # as of summary.json
+        with pytest.raises(StoreError, match=r"examples\.jsonl: it is no file"):
+            list(read_csv(examples))
+    rewrite(folder, averages=5)
+    with pytest.raises(StoreError, match=r"run\.json: averages holds no keys"):
+        load(folder)
     (folder / "run.json").write_text("{")
     with pytest.raises(StoreError, match=r"run\.json"):
         load(folder)
