@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 from weakref import ref
 
@@ -28,7 +29,7 @@ NEW = 8
 LENGTHS = (61, 90, 74, 83)  # the second leaves after three tokens, and a fifth joins
 LATER = 67
 MEASURED = (
-    "tokens", "stops", "sealed", "fallback", "measured", "kv",
+    "tokens", "stops", "sealed", "fallback", "measured", "kv", "along",
 )  # fmt: skip
 
 ORACLE = Oracle(sinks=2)
@@ -81,6 +82,7 @@ def engine_of(kv: Attachment, **how: Any) -> Engine:
 
 
 @pytest.mark.tokens
+@pytest.mark.usefixtures("short")
 @walked
 def test_each_gets_what_it_gets_alone(name: str) -> None:
     """By blocks and by the model's own forward."""
@@ -92,20 +94,42 @@ def test_each_gets_what_it_gets_alone(name: str) -> None:
         assert_the_same(together(engine), wanted)
 
 
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stretches of an answer that end after 2, 4 and 8 steps, in place of 64, 128 and so on."""
+    monkeypatch.setattr("harness.engine.batch.along.FIRST", 2)
+
+
+def mean(answer: Generation, key: str) -> float:
+    """Return the mean over all steps, of the means of stretches."""
+    assert answer.along is not None
+    ends = [0.0, *answer.along["steps"]]
+    steps = [after - before for before, after in pairwise(ends)]
+    return sum(n * value for n, value in zip(steps, answer.along[key], strict=True)) / ends[-1]
+
+
 @pytest.mark.tokens
+@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("name", slow_if(lambda name: name not in SLOTS, NAMES))
 def test_captured_steps_are_the_same(name: str) -> None:
-    """What a method refuses alone it refuses here, for the same reason."""
-    with attach(small(name), 0.5) as kv, use_backend("torch"):
+    """What a method refuses alone it refuses here, for the same reason. Costs along the answer add up to its own."""
+    with attach(small(name), 0.5, placement="host" if name == "pqcache" else "device") as kv, use_backend("torch"):
         wanted = alone(engine_of(kv))
         engine, single = (engine_of(kv, graphs=Tape()) for _ in range(2))
         slots, first = together(engine), single.generate(prompt(60), max_new_tokens=NEW)
     assert engine.plain_steps == single.plain_steps
     assert {slot.capture_s is None for slot in slots} == {first.capture_s is None}
     assert_the_same(slots, wanted)
+    for answer in wanted:
+        assert answer.along is not None
+        assert answer.along["steps"] == ([2] if len(answer.tokens[0]) == 3 else [2, 4, 7])
+        assert mean(answer, "attended") == pytest.approx(answer.measured["attended_total"], abs=0.01)
+        assert mean(answer, "moved_bytes") == pytest.approx(answer.measured["moved_bytes_per_step"], abs=0.01)
+        assert answer.along["used_bytes"][-1] <= sum(answer.kv.values())
 
 
 @pytest.mark.tokens
+@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("name", slow_if(lambda name: name not in SLOTS, NAMES))
 def test_a_question_is_decoded_beside_the_others(name: str) -> None:
     with attach(small(name), 0.5) as kv:

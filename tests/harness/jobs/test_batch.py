@@ -20,7 +20,7 @@ from methods.base import Method
 from methods.kvzip import KVzip
 from tests import fast
 from tests.failures import third_record_fails
-from tests.fast import PQ, STREAMING
+from tests.fast import PQ
 from tests.tape import Tape
 
 OWN = (
@@ -75,15 +75,13 @@ def records(made: StoredRun) -> dict[str, Record]:
     [
         {"placement": "host"},
         {"protocol": "context", "prefill_chunk": 90},
-        {"method": STREAMING},
         {"method": replace(PQ, cache_tokens=60, cache_block=16), "placement": "host"},
         {"shared_prefill": True},
         {"shared_prefill": True, "method": KVzip(chunk=100)},
         {"task": Given(lengths=[200, 270], depths=2, template="{context}\n\n{question}")},
-        {"generation": GenerationSettings(temperature=1.5)},
         {"generation": GenerationSettings(force_length=True)},
     ],
-    ids=["host", "context", "streaming", "hits", "shared", "kvzip", "forced", "sampled", "force_length"],
+    ids=["host", "context", "hits", "shared", "kvzip", "forced", "force_length"],
 )
 def test_each_example_gets_what_it_gets_alone(tmp_path: Path, changes: dict[str, Any]) -> None:
     alone, together = records(run(tmp_path, **changes)), records(run(tmp_path, batch=3, **changes))

@@ -201,17 +201,6 @@ def test_a_method_that_times_nothing_takes_no_parameter_from_the_folder(tmp_path
     assert len(run(tmp_path, STREAMING, budget=0.2, baseline="off").records) == len(finished.records)
 
 
-@pytest.mark.tokens
-def test_sampling_is_the_same_after_a_resume(tmp_path: Path) -> None:
-    hot = GenerationSettings(temperature=3.0)
-    whole = run(tmp_path / "whole", Full(), generation=hot)
-    part = run(tmp_path / "part", Full(), generation=hot)
-    (lines,) = (tmp_path / "part").glob("*/examples.jsonl")
-    first, *_ = lines.read_text().splitlines(keepends=True)
-    lines.write_text(first)
-    assert without_times(run(tmp_path / "part", Full(), generation=hot)) == without_times(whole) == without_times(part)
-
-
 @pytest.mark.parametrize(("gpus", "device", "dtype"), [(0, "cpu", "fp32"), (1, "cuda", "bf16")])
 def test_a_run_is_known_by_the_device_and_dtype_that_auto_chose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, device: str, dtype: str

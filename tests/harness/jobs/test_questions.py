@@ -282,15 +282,6 @@ def test_a_conversation_keeps_the_models_own_answers(tmp_path: Path, protocol: s
             assert turn.data["asked"] == 0
 
 
-@pytest.mark.tokens
-@pytest.mark.parametrize("protocol", ["prompt", "context"])
-def test_a_conversation_beside_another_is_as_alone(tmp_path: Path, protocol: str) -> None:
-    task = Balances(talks=True)
-    alone, together = (run(tmp_path, PQ, task, protocol=protocol, batch=batch) for batch in (1, 2))
-    tokens = [{record.id: record.tokens for record in finished.records} for finished in (alone, together)]
-    assert tokens[0] == tokens[1]
-
-
 REPLIES = ("It has 74.", "It has 222.", "")
 
 

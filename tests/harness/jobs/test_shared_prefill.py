@@ -72,14 +72,11 @@ def test_a_method_with_a_prefill_of_its_own_runs_beside(tmp_path: Path) -> None:
     assert (alone.folder, alone.records) == (by_method["infllm"].folder, by_method["infllm"].records)
 
 
-# the same in both modes:
-
-
 @pytest.mark.tokens
-@both
-def test_a_torn_sweep_goes_on_where_each_job_stopped(tmp_path: Path, shared: bool) -> None:
+def test_a_torn_sweep_goes_on_where_each_job_stopped(tmp_path: Path) -> None:
+    """Without a shared prefill, tests/harness/test_killed.py kills it."""
     task = niah(depths=4)
-    wanted = [Job.plan(m, task, MODEL, settings(tmp_path, shared_prefill=shared)) for m in (Full(), ORACLE)]
+    wanted = [Job.plan(m, task, MODEL, settings(tmp_path, shared_prefill=True)) for m in (Full(), ORACLE)]
     whole = evaluate_together(wanted)
     lines = whole[1].folder / "examples.jsonl"
     kept = lines.read_text().splitlines(keepends=True)[:1]
