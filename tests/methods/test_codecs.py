@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import cycle
 
 import pytest
@@ -21,6 +22,7 @@ LEVELS = [codec_of(name) for name in ("tq4", "tq3", "tq2", "tq4q", "tq3q", "tq2q
 LENGTH = 83
 
 
+@cache
 def steps(name: str, codec: Codec | None, placement: str = "device") -> tuple[list[Step], tuple[int, int, int]]:
     """-> the steps, and the bytes on device, host and disk after them"""
     method, calibration = small(name), prompt(64, seed=9)

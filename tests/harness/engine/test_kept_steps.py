@@ -26,7 +26,8 @@ from tests.harness.engine.test_together import (
     compilable,
     engine_of,
 )
-from tests.methods.test_contract import attach, small
+from tests.methods.test_contract import QUICK, attach, small
+from tests.quick import slow_if
 from tests.tape import Tape
 from tests.tiny import prompt
 
@@ -89,10 +90,16 @@ def method_of(name: str) -> Method:
 
 @pytest.mark.tokens
 @pytest.mark.parametrize(
-    ("name", "placement"), [*((name, "device") for name in TOGETHER), *((name, "host") for name in ON_HOST)]
+    "case",
+    slow_if(
+        lambda case: case[0] not in (*QUICK, "sparq", "pyramidkv", "full_offloaded"),
+        [*((name, "device") for name in TOGETHER), *((name, "host") for name in ON_HOST)],
+    ),
+    ids="-".join,
 )
-def test_examples_that_come_and_go_are_captured_once_for_each_size(name: str, placement: str) -> None:
+def test_examples_that_come_and_go_are_captured_once_for_each_size(case: tuple[str, str]) -> None:
     """Of four slots, whether or not one of them is free, of two and of one."""
+    name, placement = case
     with attach_compiled(name) if placement == "device" else attach_on_host(name, 0.5) as kv:
         plain, engine, tape = engines(kv)
         together = in_a_batch(engine, 4, few=12 if placement == "device" else 6)
