@@ -170,7 +170,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(options: argparse.Namespace) -> None:
-    methods.chosen(options.methods, options.config_dir), arguments.shape(options)  # what is wrong is found now
+    methods.chosen(options.methods, options.config_dir)  # what is wrong is found now
+    arguments.shape(options)
     known = limits.told(options.device)
     title = (
         f"One decode step of one layer: {options.heads} query and {options.kv_heads} KV heads of {options.head_dim}, "

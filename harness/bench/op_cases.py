@@ -7,7 +7,7 @@ hidden size is that of all query heads together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from harness.bench.common.operations import parameters
 from harness.bench.common.synthetic import LayerShape
 from kernels.block import DecoderBlock, Head, Linear
 from kernels.coded import Coded
@@ -46,7 +47,6 @@ class OpCase(NamedTuple):
     what: str  # the method it is for, and its size
     args: tuple[Any, ...]
     flops: float = 0.0  # where they may be the limit
-    dtype: torch.dtype | None = None  # of those; None: the shape's
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,10 @@ class Inputs:
         left out."""
         codec = IntCodec(bits=bits, group=GROUP)
         whole = self.tokens // codec.block * codec.block
-        parts = [codec.encode(*(x[:, :, part] for x in self.kv)) for part in pieces(whole, codec.block)]
-        tokens, blocks = ([torch.cat(same, 2) for same in zip(*kind, strict=True)] for kind in zip(*parts, strict=True))
-        return codec.codes(Encoded(tuple(tokens), tuple(blocks)))
+        k, v = self.kv
+        parts = [codec.encode(k[:, :, part], v[:, :, part]) for part in pieces(whole, codec.block)]
+        tokens, blocks = (tuple(map(_joined, zip(*kind, strict=True))) for kind in zip(*parts, strict=True))
+        return codec.codes(Encoded(tokens, blocks))
 
     def segments(self, heads: int) -> list[Segment]:
         """Return `budget` tokens as three segments: the first tokens (sinks), tokens chosen among
@@ -134,61 +135,169 @@ class Inputs:
         ]
 
 
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([*parts], 2)
+
+
+def _case(op: str, what: str, /, flops: float = 0.0, **arguments: Any) -> OpCase:
+    """Return a case of an operation. `arguments` have the names that its reference gives them."""
+    return OpCase(op, what, parameters(op).bind(**arguments).args, flops)
+
+
 def _attention(x: Inputs) -> Iterator[OpCase]:
-    shape, chosen = x.shape, f"{x.budget} of {x.tokens}"
+    shape = x.shape
+    chosen = f"{x.budget} of {x.tokens}"
     flops = 4.0 * shape.heads * shape.head_dim
-    yield OpCase("segment_attention", f"Full, {x.tokens}", (x.q, [Segment(*x.kv)], x.scale), flops * x.tokens)
-    per_kv_head = (x.q, x.segments(shape.kv_heads), x.scale)
-    yield OpCase("segment_attention", f"per KV head, {chosen}", per_kv_head, flops * x.budget)
-    per_head = (x.q, x.segments(shape.heads), x.scale)
-    yield OpCase("segment_attention", f"per query head, {chosen}", per_head, flops * x.budget)
-    yield OpCase("segment_attention_with_lse", f"per KV head, {chosen}", per_kv_head, flops * x.budget)
-    both = x.random(1, shape.kv_heads, 2 * x.group, shape.head_dim)
+    whole = [Segment(*x.kv)]
+    yield _case(
+        "segment_attention",
+        f"Full, {x.tokens}",
+        flops * x.tokens,
+        q=x.q,
+        segments=whole,
+        scale=x.scale,
+    )
+    flops_chosen = flops * x.budget
+    what = f"per KV head, {chosen}"
+    segments = x.segments(shape.kv_heads)
+    yield _case("segment_attention", what, flops_chosen, q=x.q, segments=segments, scale=x.scale)
+    own = x.segments(shape.heads)
+    yield _case("segment_attention", f"per query head, {chosen}", flops_chosen, q=x.q, segments=own, scale=x.scale)
+    yield _case("segment_attention_with_lse", what, flops_chosen, q=x.q, segments=segments, scale=x.scale)
+    queries_and_means = x.random(1, shape.kv_heads, 2 * x.group, shape.head_dim)
     lses = x.random(1, shape.kv_heads, x.group, 1, dtype=torch.float32) + 9
     sums = x.random(1, shape.kv_heads, 1, shape.head_dim, dtype=torch.float32)
-    args = both, x.segments(shape.kv_heads), x.scale, 1, lses, None, sums, sums.to(shape.dtype), x.count
-    yield OpCase("attention_with_mean", f"SparQ, {chosen}", args, 2 * flops * x.budget)
+    yield _case(
+        "attention_with_mean",
+        f"SparQ, {chosen}",
+        2 * flops_chosen,
+        q=queries_and_means,
+        segments=x.segments(shape.kv_heads),
+        scale=x.scale,
+        chosen=1,
+        lses=lses,
+        sink_logits=None,
+        value_sum=sums,
+        v=sums.to(shape.dtype),
+        count=x.count,
+    )
     for bits in BITS:
         what = f"KIVI of {bits} bits, {x.tokens}"
-        yield OpCase("coded_attention", what, (x.q, [x.coded(bits)], x.scale), flops * x.tokens)
-    parts = [x.random(*x.q.shape) for _ in range(2)], [torch.randn_like(x.q[..., 0, 0].float()) for _ in range(2)]
-    yield from (OpCase(name, "two parts", parts) for name in ("merge_attention", "merge_attention_with_lse"))
+        yield _case(
+            "coded_attention",
+            what,
+            flops * x.tokens,
+            q=x.q,
+            segments=[x.coded(bits)],
+            scale=x.scale,
+        )
+    outs = [x.random(*x.q.shape) for _ in range(2)]
+    lses_of_outs = [torch.randn_like(x.q[..., 0, 0].float()) for _ in range(2)]
+    yield _case("merge_attention", "two parts", outs=outs, lses=lses_of_outs)
+    yield _case("merge_attention_with_lse", "two parts", outs=outs, lses=lses_of_outs)
 
 
 def _scores(x: Inputs) -> Iterator[OpCase]:
     groups, dim = x.shape.kv_heads, x.shape.head_dim
     landmarks = x.random(1, groups, x.tokens // CHUNK, dim)
-    yield OpCase("row_scores", f"ShadowKV, {x.tokens // CHUNK} of {dim}", (x.grouped(dim), landmarks))
+    yield _case("row_scores", f"ShadowKV, {x.tokens // CHUNK} of {dim}", q=x.grouped(dim), x=landmarks)
     by_page = x.random(1, groups, x.tokens // PAGE, 2 * dim)
-    yield OpCase("page_scores", f"Quest, {x.tokens // PAGE} of {2 * dim}", (x.grouped(dim), by_page))
-    live, heads = x.count, groups * x.group
-    for partial in (max(1, int(PARTIAL * dim)), max(1, int(2 * PARTIAL * dim))):  # columns of queries, and of keys too
-        index = x.random(1, groups, partial, (x.tokens + ROOM) // BESIDE * BESIDE).mT
-        yield OpCase("live_scores", f"InfiniGen, {x.tokens} of {partial}", (x.grouped(partial), index, live))
-    basis, turn = x.random(1, groups, dim, partial), x.shape.rope(live)
-    new = NewPartial(x.random(1, groups, 1, dim), basis, index, live)
-    yield OpCase("partial_products", f"InfiniGen, {heads} of {dim}", (Guess(x.q, *turn, basis, x.scale), new))
-    yield OpCase("live_scores", f"Oracle, {x.tokens} of {dim}", (x.grouped(dim), x.kv[0], live))
-    sums, lse = x.random(1, groups, x.budget, dtype=torch.float32), x.random(1, heads, dtype=torch.float32)
-    kept = x.kv[0][:, :, : x.budget]
-    yield OpCase("add_received", f"H2O, {x.budget}", (sums, x.q, kept, lse, x.scale, live.clamp(max=x.budget)))
-    yield OpCase("pick_channels", f"SparQ, {CHANNELS} of {dim}", (x.grouped(dim), CHANNELS, x.scale, True, False))
-    by_channel = x.kv[0].transpose(2, 3).contiguous()
-    picked = x.grouped(CHANNELS), by_channel, x.rows(groups, dim, CHANNELS)
-    yield OpCase("channel_sums", f"SparQ, {x.tokens} of {CHANNELS}", picked)
-    pages, facing = round(KEPT * x.tokens / BOUNDED), round(FACING * dim)
-    bounds = x.grouped(facing), x.random(1, groups, 2 * dim, pages), x.rows(groups, 2 * dim, facing)
-    yield OpCase("channel_weights", f"RocketKV, {pages} of {facing}", (*bounds, x.scale, "sum", BOUNDED))
-    yield OpCase(
-        "row_weights", f"ShadowKV, {landmarks.shape[2]} of {dim}", (x.grouped(dim), landmarks, x.scale, "largest")
+    yield _case("page_scores", f"Quest, {x.tokens // PAGE} of {2 * dim}", q=x.grouped(dim), bounds=by_page)
+    yield from _of_infinigen(x)
+    yield _case(
+        "live_scores",
+        f"Oracle, {x.tokens} of {dim}",
+        q=x.grouped(dim),
+        x=x.kv[0],
+        live=x.count,
     )
-    yield OpCase("group_weights", f"{x.tokens}, sum", (x.logits, x.scale, "sum"))
-    yield OpCase("group_weights", f"{x.tokens}, largest", (x.logits, x.scale, "largest"))
-    tops = torch.stack([part.amax(-1) for part in x.logits.split(256, -1)], -1)
-    yield OpCase("group_margins", f"InfiniGen, {x.tokens}", (x.logits, tops, x.tokens, ALPHA, x.budget))
+    yield _case(
+        "add_received",
+        f"H2O, {x.budget}",
+        sums=x.random(1, groups, x.budget, dtype=torch.float32),
+        q=x.q,
+        k=x.kv[0][:, :, : x.budget],
+        lse=x.random(1, x.shape.heads, dtype=torch.float32),
+        scale=x.scale,
+        live=x.count.clamp(max=x.budget),
+    )
+    yield from _by_channel(x)
+    yield _case(
+        "row_weights",
+        f"ShadowKV, {landmarks.shape[2]} of {dim}",
+        q=x.grouped(dim),
+        x=landmarks,
+        scale=x.scale,
+        reduce="largest",
+    )
+    yield _case("group_weights", f"{x.tokens}, sum", logits=x.logits, scale=x.scale, reduce="sum")
+    yield _case("group_weights", f"{x.tokens}, largest", logits=x.logits, scale=x.scale, reduce="largest")
+    yield _case(
+        "group_margins",
+        f"InfiniGen, {x.tokens}",
+        logits=x.logits,
+        tops=torch.stack([part.amax(-1) for part in x.logits.split(256, -1)], -1),
+        candidates=x.tokens,
+        reach=ALPHA,
+        most=x.budget,
+    )
     for size in (1, CHUNK, PAGE):
         best, among = x.budget // size, x.tokens // size
-        yield OpCase("top_k", f"{best} of {among}", (x.logits[:, :, 0, :among].contiguous(), best))
+        yield _case(
+            "top_k",
+            f"{best} of {among}",
+            scores=x.logits[:, :, 0, :among].contiguous(),
+            count=best,
+        )
+
+
+def _of_infinigen(x: Inputs) -> Iterator[OpCase]:
+    groups, dim = x.shape.kv_heads, x.shape.head_dim
+    for partial in (max(1, int(PARTIAL * dim)), max(1, int(2 * PARTIAL * dim))):  # columns of queries, and of keys too
+        index = x.random(1, groups, partial, (x.tokens + ROOM) // BESIDE * BESIDE).mT
+        yield _case(
+            "live_scores",
+            f"InfiniGen, {x.tokens} of {partial}",
+            q=x.grouped(partial),
+            x=index,
+            live=x.count,
+        )
+    basis = x.random(1, groups, dim, partial)
+    new = NewPartial(x.random(1, groups, 1, dim), basis, index, x.count)
+    guess = Guess(x.q, *x.shape.rope(x.count), basis, x.scale)
+    yield _case("partial_products", f"InfiniGen, {x.shape.heads} of {dim}", guess=guess, new=new)
+
+
+def _by_channel(x: Inputs) -> Iterator[OpCase]:
+    groups, dim = x.shape.kv_heads, x.shape.head_dim
+    yield _case(
+        "pick_channels",
+        f"SparQ, {CHANNELS} of {dim}",
+        q=x.grouped(dim),
+        r=CHANNELS,
+        scale=x.scale,
+        spread=True,
+        facing=False,
+    )
+    yield _case(
+        "channel_sums",
+        f"SparQ, {x.tokens} of {CHANNELS}",
+        q=x.grouped(CHANNELS),
+        x=x.kv[0].transpose(2, 3).contiguous(),
+        channels=x.rows(groups, dim, CHANNELS),
+    )
+    pages = round(KEPT * x.tokens / BOUNDED)
+    facing = round(FACING * dim)
+    yield _case(
+        "channel_weights",
+        f"RocketKV, {pages} of {facing}",
+        q=x.grouped(facing),
+        x=x.random(1, groups, 2 * dim, pages),
+        channels=x.rows(groups, 2 * dim, facing),
+        scale=x.scale,
+        reduce="sum",
+        times=BOUNDED,
+    )
 
 
 def _quantised(x: Inputs) -> Iterator[OpCase]:
@@ -197,83 +306,190 @@ def _quantised(x: Inputs) -> Iterator[OpCase]:
         centroids = x.random(1, groups, parts, 2**bits, dim // parts)
         codes = torch.randint(2**bits, (1, groups, x.tokens, parts), device=device).to(torch.uint8)
         what = f"PQCache m={parts} b={bits}, {x.tokens}"
-        yield OpCase("pq_weights", what, (x.q, centroids, codes, x.scale))
+        weighed = {"q": x.q, "centroids": centroids, "codes": codes, "scale": x.scale}
+        yield _case("pq_weights", what, **weighed)
         if parts == 2:
-            held, chosen = pq_held(codes, 2**bits), min(x.budget, x.tokens)
-            yield OpCase("pq_best", f"{what}, {chosen} chosen", (x.q, centroids, codes, held, x.scale, chosen))
+            held = pq_held(codes, 2**bits)
+            count = min(x.budget, x.tokens)
+            yield _case("pq_best", f"{what}, {count} chosen", **weighed, held=held, count=count)
         points = x.kv[0].unflatten(3, (parts, -1)).transpose(2, 3)
         initial = torch.randperm(x.tokens, device=device)[: 2**bits]
-        flops = 2.0 * (ROUNDS + 1) * points.numel() * len(initial)
-        yield OpCase("kmeans", f"{what}, {ROUNDS} rounds", (points, initial, ROUNDS, 0.0), flops)
+        yield _case(
+            "kmeans",
+            f"{what}, {ROUNDS} rounds",
+            2.0 * (ROUNDS + 1) * points.numel() * len(initial),
+            x=points,
+            initial=initial,
+            iterations=ROUNDS,
+            tolerance=0.0,
+        )
 
 
 def _rows(x: Inputs) -> Iterator[OpCase]:
     groups, dim = x.shape.kv_heads, x.shape.head_dim
-    rows, chosen = x.rows(groups, x.tokens, x.budget), f"{x.budget} of {x.tokens}"
-    yield OpCase("gather_rows", chosen, (x.kv[0], rows))
+    rows = x.rows(groups, x.tokens, x.budget)
+    chosen = f"{x.budget} of {x.tokens}"
+    keys = x.kv[0]
+    yield _case("gather_rows", chosen, x=keys, rows=rows)
     pages = x.rows(x.shape.heads, x.tokens // PAGE, x.budget // PAGE)
-    yield OpCase("token_rows", f"Quest, {x.budget // PAGE} pages", (pages, PAGE, x.tokens // PAGE))
+    what = f"Quest, {x.budget // PAGE} pages"
+    yield _case("token_rows", what, chunks=pages, size=PAGE, last=x.tokens // PAGE)
     slots = torch.where(rows % 4 == 0, -1, rows % x.budget)  # three of four are held
-    yield OpCase("gather_tiers", chosen, (x.kv[0], rows, x.kv[0][:, :, : x.budget], slots))
-    yield OpCase("put_rows", chosen, (torch.empty_like(x.kv[0]), rows, x.random(*rows.shape, dim)))
-    whole = x.tokens // GROUP * GROUP
-    sealed = (*(side[:, :, :whole] for side in x.kv), BITS[1], GROUP)
-    yield OpCase("encode_codes", f"int{BITS[1]}, {x.tokens}", sealed)
-    codes = x.coded(BITS[1])
-    at = rows % codes.k.shape[2]
-    yield OpCase("decode_rows", f"int{BITS[1]}, {chosen}", (codes, at, at // codes.block, x.shape.dtype))
+    yield _case(
+        "gather_tiers",
+        chosen,
+        far=keys,
+        rows=rows,
+        held=keys[:, :, : x.budget],
+        slots=slots,
+    )
+    yield _case(
+        "put_rows",
+        chosen,
+        x=torch.empty_like(keys),
+        rows=rows,
+        values=x.random(*rows.shape, dim),
+    )
+    k, v = (side[:, :, : x.tokens // GROUP * GROUP] for side in x.kv)
+    bits = BITS[1]
+    yield _case("encode_codes", f"int{bits}, {x.tokens}", k=k, v=v, bits=bits, group=GROUP)
+    coded = x.coded(bits)
+    at = rows % coded.k.shape[2]
+    blocks = at // coded.block
+    yield _case(
+        "decode_rows",
+        f"int{bits}, {chosen}",
+        coded=coded,
+        rows=at,
+        blocks=blocks,
+        dtype=x.shape.dtype,
+    )
     rank = max(1, round(RANK * groups * dim))
     cos, sin = x.shape.rope(torch.arange(x.tokens))
     chunks = x.rows(groups, x.tokens // CHUNK, max(1, x.budget // CHUNK))
-    args = (x.random(1, x.tokens, rank), x.random(1, groups, rank, dim), chunks, CHUNK, cos[0], sin[0])
-    yield OpCase("rebuild_keys", f"ShadowKV rank {rank}, {chosen}", args, 2.0 * chunks.numel() * CHUNK * rank * dim)
+    yield _case(
+        "rebuild_keys",
+        f"ShadowKV rank {rank}, {chosen}",
+        2.0 * chunks.numel() * CHUNK * rank * dim,
+        u=x.random(1, x.tokens, rank),
+        basis=x.random(1, groups, rank, dim),
+        chunks=chunks,
+        size=CHUNK,
+        cos=cos[0],
+        sin=sin[0],
+    )
 
 
 def _prefill(x: Inputs) -> Iterator[OpCase]:
     shape = x.shape
     last = x.random(1, shape.heads, WINDOW, shape.head_dim)
     flops = 2.0 * shape.heads * shape.head_dim
-    yield OpCase("column_sums", f"SnapKV, {WINDOW} of {x.tokens}", (last, x.kv[0], x.scale), flops * WINDOW * x.tokens)
+    what = f"SnapKV, {WINDOW} of {x.tokens}"
+    yield _case(
+        "column_sums",
+        what,
+        flops * WINDOW * x.tokens,
+        q=last,
+        k=x.kv[0],
+        scale=x.scale,
+    )
     q = x.random(1, x.prefill, shape.heads, shape.head_dim).transpose(1, 2)  # as a model hands it over
     k, v = (x.random(1, shape.kv_heads, x.prefill, shape.head_dim) for _ in range(2))
     whole = flops * x.prefill * (x.prefill + 1)  # two products over half of a square
-    yield OpCase("prefill_attention", f"{x.prefill}", (q, k, v, x.scale), whole)
-    yield OpCase("prefill_attention_with_column_sums", f"H2O, {x.prefill}", (q, k, v, x.scale), whole)
+    yield _case(
+        "prefill_attention",
+        f"{x.prefill}",
+        whole,
+        q=q,
+        k=k,
+        v=v,
+        scale=x.scale,
+    )
+    what = f"H2O, {x.prefill}"
+    yield _case(
+        "prefill_attention_with_column_sums",
+        what,
+        whole,
+        q=q,
+        k=k,
+        v=v,
+        scale=x.scale,
+    )
     window = max(1, x.prefill // 4)
     near = 2 * flops * (x.prefill * window - window * (window - 1) / 2)
     what = f"LM-Infinite, {window} of {x.prefill}"
-    yield OpCase("windowed_attention", what, (q, k, v, x.scale, 0, window), near)
+    windowed = {"q": q, "k": k, "scale": x.scale, "first": 0, "window": window}
+    yield _case("windowed_attention", what, near, v=v, **windowed)
     lse = torch.randn_like(q[..., 0].float()) + 12  # above every logit's likely sum
-    yield OpCase("windowed_sums", what, (q, k, lse, x.scale, 0, window), near / 2)
+    yield _case("windowed_sums", what, near / 2, lse=lse, **windowed)
 
 
 def _model(x: Inputs) -> Iterator[OpCase]:
-    channels, groups, dim = x.shape.heads * x.shape.head_dim, x.shape.kv_heads * x.shape.head_dim, x.shape.head_dim
+    dim = x.shape.head_dim
+    channels = x.shape.heads * dim
+    block = _block(x, channels)
+    token = x.random(1, 1, channels)
+    what = f"a token of {channels}"
+    cos, sin = x.shape.rope(torch.tensor([x.tokens]))
+    yield _case("attention_inputs", what, x=token, block=block, cos=cos, sin=sin)
+    last = torch.tensor([x.tokens - 1], device=x.shape.device)
+    keys, values = (torch.empty_like(side) for side in x.kv)
+    yield _case(
+        "attention_inputs_stored",
+        what,
+        x=token,
+        added=x.random(1, 1, channels),
+        block=block,
+        cos=cos,
+        sin=sin,
+        keys=keys,
+        values=values,
+        row=last,
+    )
+    yield _case("rotate", what, x=x.q, cos=cos, sin=sin)
+    all_cos, all_sin = x.shape.rope(torch.arange(x.tokens))
+    first = x.kv[0][:, :, :FIRST].float()
+    what_first = f"LM-Infinite, {FIRST} keys"
+    yield _case(
+        "rotate_to",
+        what_first,
+        x=first,
+        cos=all_cos,
+        sin=all_sin,
+        at=last,
+        dtype=x.shape.dtype,
+    )
+    yield _case("block_output", what, x=token, attended=x.q, block=block)
+    yield _case("block_output_apart", what, x=token, attended=x.q, block=block)
+    head = Head(1e-5, block.norm, Linear(x.random(WORDS, channels)))
+    yield _case("token_logits", f"{what}, {WORDS} words", x=token, head=head)
+    yield _case("likeliest_tokens", f"of {WORDS} words", logits=x.random(1, WORDS), out=None)
+    yield from _prompt(x, block, x.random(1, x.prefill, channels))
+
+
+def _block(x: Inputs, channels: int) -> DecoderBlock:
+    """Return the weights of a decoder layer with so many channels."""
+    groups = x.shape.kv_heads * x.shape.head_dim
     inner = x.inner or round(INNER * channels)
 
     def linear(rows: int, columns: int) -> Linear:
         return Linear(x.random(rows, columns))
 
-    block = DecoderBlock(
-        dim, 1e-5, x.random(channels), linear(channels, channels), linear(groups, channels), linear(groups, channels),
-        None, None, linear(channels, channels), x.random(channels), linear(inner, channels), linear(inner, channels),
-        linear(channels, inner),
-    )  # fmt: skip
-    token, what = x.random(1, 1, channels), f"a token of {channels}"
-    angles = x.shape.rope(torch.tensor([x.tokens]))
-    yield OpCase("attention_inputs", what, (token, block, *angles))
-    row = torch.tensor([x.tokens - 1], device=x.shape.device)
-    store = (*(torch.empty_like(side) for side in x.kv), row)
-    yield OpCase("attention_inputs_stored", what, (token, x.random(1, 1, channels), block, *angles, *store))
-    yield OpCase("rotate", what, (x.q, *angles))
-    tables, place = x.shape.rope(torch.arange(x.tokens)), torch.tensor([x.tokens - 1], device=x.shape.device)
-    first = x.kv[0][:, :, :FIRST].float()
-    yield OpCase("rotate_to", f"LM-Infinite, {FIRST} keys", (first, *tables, place, x.shape.dtype))
-    yield OpCase("block_output", what, (token, x.q, block))
-    yield OpCase("block_output_apart", what, (token, x.q, block))
-    yield OpCase("token_logits", f"{what}, {WORDS} words", (token, Head(1e-5, block.norm, linear(WORDS, channels))))
-    yield OpCase("likeliest_tokens", f"of {WORDS} words", (x.random(1, WORDS), None))
-    yield from _prompt(x, block, x.random(1, x.prefill, channels))
+    return DecoderBlock(
+        head_dim=x.shape.head_dim,
+        eps=1e-5,
+        norm=x.random(channels),
+        q=linear(channels, channels),
+        k=linear(groups, channels),
+        v=linear(groups, channels),
+        q_norm=None,
+        k_norm=None,
+        o=linear(channels, channels),
+        mlp_norm=x.random(channels),
+        gate=linear(inner, channels),
+        up=linear(inner, channels),
+        down=linear(channels, inner),
+    )
 
 
 def _prompt(x: Inputs, block: DecoderBlock, prompt: Tensor) -> Iterator[OpCase]:
@@ -281,11 +497,12 @@ def _prompt(x: Inputs, block: DecoderBlock, prompt: Tensor) -> Iterator[OpCase]:
         return 2.0 * x.prefill * sum(linear.weight.numel() for linear in linears)
 
     what = f"a prompt of {x.prefill}, {prompt.shape[2]} and {len(block.gate.weight)} channels"
-    angles = x.shape.rope(torch.arange(x.prefill))
-    yield OpCase("attention_inputs", what, (prompt, block, *angles), flops(block.q, block.k, block.v))
+    cos, sin = x.shape.rope(torch.arange(x.prefill))
+    inputs = flops(block.q, block.k, block.v)
+    yield _case("attention_inputs", what, inputs, x=prompt, block=block, cos=cos, sin=sin)
     attended = x.random(1, x.prefill, x.shape.heads, x.shape.head_dim).transpose(1, 2)
     products = flops(block.o, block.gate, block.up, block.down)
-    yield OpCase("block_output", what, (prompt, attended, block), products)
+    yield _case("block_output", what, products, x=prompt, attended=attended, block=block)
 
 
 GROUPS = (_attention, _scores, _quantised, _rows, _prefill, _model)

@@ -87,7 +87,7 @@ def limit_s(case: OpCase, shape: LayerShape, known: limits.Limits) -> float:
     """Return the least seconds that this machine needs for an operation: to read its bytes or to
     compute its products, whichever takes longer."""
     read = bytes_read(case.op, case.args) / known["read_gb_s"]
-    return max(read, case.flops / known["matmul_gflop_s"][NAMES[case.dtype or shape.dtype]]) / 1e9
+    return max(read, case.flops / known["matmul_gflop_s"][NAMES[shape.dtype]]) / 1e9
 
 
 def _run(op: Op, backend: str, case: OpCase) -> Any:

@@ -58,9 +58,9 @@ class BlockForward:
         if self.decoder.embed_tokens.weight.is_cuda:
             join_weights(self.decoder.layers)  # only now, because `_block` has refused quantised modules
             self.blocks = [_block(layer, neighbours) for layer in self.decoder.layers]
-        norm, head = self.decoder.norm, model.get_output_embeddings()
         self.stores = self.decoder.embed_tokens.weight.is_cuda  # decode steps write k and v directly to the store
-        self.head = Head(norm.variance_epsilon, norm.weight.detach(), _linear(head))
+        norm = self.decoder.norm
+        self.head = Head(norm.variance_epsilon, norm.weight.detach(), _linear(model.get_output_embeddings()))
         self.embedding: Tensor = self.decoder.embed_tokens.weight.detach()
         self._places = [(weight, weight.data_ptr()) for weight in model.parameters()]
         self._table: Tensor | None = None  # cos and sin [2 C R] of all positions of the model's window
@@ -101,8 +101,8 @@ class BlockForward:
         their angles."""
         if self._may_table:
             self._may_table = False
-            window, like = trained_window(self.decoder.config), self.embedding[:1].unsqueeze(0)
-            self._table = rotation_table(self.decoder.rotary_emb, window, like) if window else None
+            if window := trained_window(self.decoder.config):
+                self._table = rotation_table(self.decoder.rotary_emb, window, self.embedding[:1].unsqueeze(0))
 
     def _rotations(self, states: Sequence[Tensor], cache: KVCache) -> list[tuple[int, Tensor, Tensor]]:
         """Return, for each chunk, the position of its first token, and cos and sin of all its
@@ -148,7 +148,8 @@ class BlockForward:
         """Compute decoder layer `index` for one token, whose k and v are written directly to where
         the cache stores them, `next_row`. The output is two parts, whose sum the next layer
         computes."""
-        block, parts = self.blocks[index], x if isinstance(x, tuple) else (x, None)
+        block = self.blocks[index]
+        parts = x if isinstance(x, tuple) else (x, None)
         total, normed, q, k, v = ops.attention_inputs_stored(*parts, block, cos, sin, *next_row)
         attended = cache.attend(index, AttnInput(q, k, v, cos, sin, normed, start, stored=True))
         output: tuple[Tensor, Tensor] = ops.block_output_apart(total, attended, block)
@@ -234,8 +235,9 @@ def _linear(module: nn.Module) -> Linear:
 
 def _split(module: nn.Module, sizes: tuple[int, ...]) -> list[Linear]:
     whole = _linear(module)
+    weights = whole.weight.split(sizes)
     biases = (None,) * len(sizes) if whole.bias is None else whole.bias.split(sizes)
-    return [Linear(weight, bias) for weight, bias in zip(whole.weight.split(sizes), biases, strict=True)]
+    return list(map(Linear, weights, biases))
 
 
 @torch.inference_mode(mode=False)  # inference tensors could not be used outside of inference mode
@@ -254,8 +256,12 @@ def join_weights(layers: Iterable[Any]) -> None:
             apart.append([attention.q_proj, attention.k_proj, attention.v_proj])
         if hasattr(mlp, "gate_proj"):
             apart.append([mlp.gate_proj, mlp.up_proj])
-        moved = [_join([getattr(x, name) for x in modules]) for modules in apart for name in ("weight", "bias")]
-        if any(moved) and torch.cuda.is_initialized():
+        moved = False
+        for modules in apart:
+            for name in ("weight", "bias"):
+                joined = _join([getattr(module, name) for module in modules])
+                moved = moved or joined
+        if moved and torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # torch keeps the old weights' memory, which is too small for the next joint ones
 
 
@@ -264,10 +270,17 @@ def _join(parts: Sequence[nn.Parameter | None]) -> bool:
     already stays where it is, because its memory would not be freed."""
     whole: list[Tensor] = [part.data for part in parts if part is not None]
     kinds = {(type(x), x.dtype, x.device, x.shape[1:]) for x in whole}
-    alone = all(x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes and not x.is_inference() for x in whole)
-    if len(whole) < len(parts) or len(kinds) > 1 or type(whole[0]) is not Tensor or not alone:
+    if len(whole) < len(parts) or len(kinds) > 1 or type(whole[0]) is not Tensor:
         return False
-    for part, piece in zip(parts, torch.cat(whole).split([len(x) for x in whole]), strict=True):
+    if not all(map(_has_own_memory, whole)):
+        return False
+    pieces = torch.cat(whole).split([len(x) for x in whole])
+    for part, piece in zip(parts, pieces, strict=True):
         assert part is not None
         part.data = piece
     return True
+
+
+def _has_own_memory(x: Tensor) -> bool:
+    whole_storage = x.untyped_storage().nbytes() == x.nbytes
+    return x.is_contiguous() and whole_storage and not x.is_inference()

@@ -27,28 +27,21 @@ def group_table(table: Comparison) -> list[Column]:
     if len(groups) < 2:
         return []
     sizes = {group: max(run[group]["n"] for run in scores if group in run) for group in groups}
+    columns = names(table.entries)
     if table.of_perplexity:
         costs = [(entry.summary["likelihood"] or {}).get("groups", {}) for entry in table.entries]
-        return [
-            *names(table.entries),
-            *(
-                number(group, f"n = {size}", [exp(run[group]["mean"]) if group in run else None for run in costs])
-                for group, size in sizes.items()
-            ),
-        ]
+        for group, size in sizes.items():
+            perplexities = [exp(run[group]["mean"]) if group in run else None for run in costs]
+            columns.append(number(group, f"n = {size}", perplexities))
+        return columns
     starred = [differing_groups(entry) for entry in table.entries]
-    return [
-        *names(table.entries),
-        *(
-            Column(
-                group,
-                f"n = {size}",
-                [_cell(run.get(group), size, group in marked) for run, marked in zip(scores, starred, strict=True)],
-                values=[run.get(group, {}).get("mean") for run in scores],
-            )
-            for group, size in sizes.items()
-        ),
-    ]
+    for group, size in sizes.items():
+        marked = [group in apart for apart in starred]
+        of_group = [run.get(group) for run in scores]
+        cells = [_cell(score, size, mark) for score, mark in zip(of_group, marked, strict=True)]
+        means = [score and score["mean"] for score in of_group]
+        columns.append(Column(group, f"n = {size}", cells, values=means))
+    return columns
 
 
 def differing_groups(entry: ReportRow) -> set[str]:
@@ -121,17 +114,15 @@ def _by_turn(table: Comparison, section: str, key: str) -> list[Column]:
     if all(value is None for some in values.values() for value in some):
         return []
     word = "turn " if section == "turns" else ""
-    columns = quantities({f"{word}{turn}": some for turn, some in values.items()}, SECONDS)
-    if key == "score":
-        cells = [
-            [with_ci(run.get(turn, {}).get(key), run.get(turn, {}).get("ci95")) for run in runs] for turn in longest
-        ]
-        columns = [replace(column, unit="", cells=own) for column, own in zip(columns, cells, strict=True)]
-    sizes = [
-        ", ".join(filter(None, (column.unit, f"n = {turn['n']}", _tokens(turn))))
-        for column, turn in zip(columns, longest.values(), strict=True)
-    ]
-    return [*names(table.entries), *(replace(column, unit=size) for column, size in zip(columns, sizes, strict=True))]
+    columns = names(table.entries)
+    measured = quantities({f"{word}{turn}": some for turn, some in values.items()}, SECONDS)
+    for column, (turn, known) in zip(measured, longest.items(), strict=True):
+        if key == "score":
+            scores = [run.get(turn, {}) for run in runs]
+            column = replace(column, unit="", cells=[with_ci(score.get(key), score.get("ci95")) for score in scores])
+        size = ", ".join(filter(None, (column.unit, f"n = {known['n']}", _tokens(known))))
+        columns.append(replace(column, unit=size))
+    return columns
 
 
 def _tokens(turn: Mapping[str, Any]) -> str:
@@ -143,23 +134,27 @@ def turn_reuse(table: Comparison) -> list[Column]:
     history, how many tokens it computed, and the seconds of loading and saving. Empty if all caches
     stayed on the device."""
     rows = list(_reuse_rows(table.entries))
-    entries, turns = [entry for entry, *_ in rows], [turn for *_, turn in rows]
-    stored = [turn if is_stored(entry) else {} for entry, _, turn in rows]
     if not rows:
         return []
+    entries = [entry for entry, *_ in rows]
+    turns = [turn for *_, turn in rows]
+    stored = [turn if is_stored(entry) else {} for entry, _, turn in rows]
+    found = [_found(turn) if place != "1" else "" for _, place, turn in rows]
     return [
         *names(entries),
         counts("turn", [int(place) for _, place, _ in rows]),
         counts("n", [turn["n"] for turn in turns]),
-        Column("found in", "", [_found(turn) if place != "1" else "" for _, place, turn in rows], left=True),
+        Column("found in", "", found, left=True),
         Column("lost", "", [str(turn.get("lost_turns") or "") for turn in turns]),
         number("reused", "tokens", [turn.get("reused_tokens") for turn in turns]),
         number("computed", "tokens", [turn.get("new_tokens") for turn in turns]),
-        *(
-            quantity(key.removesuffix("_s").replace("_", " "), [turn.get(key) for turn in stored], SECONDS, "", True)
-            for key in HISTORY_S
-        ),
+        *(_seconds_of_store(key, stored) for key in HISTORY_S),
     ]
+
+
+def _seconds_of_store(key: str, turns: Sequence[Mapping[str, Any]]) -> Column:
+    head = key.removesuffix("_s").replace("_", " ")
+    return quantity(head, [turn.get(key) for turn in turns], SECONDS, hide_zeros=True)
 
 
 def _reuse_rows(entries: Sequence[ReportRow]) -> Iterator[tuple[ReportRow, str, Mapping[str, Any]]]:

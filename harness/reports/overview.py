@@ -26,8 +26,10 @@ TAIL = 36  # characters at the end of a line that is cut
 def lines(table: Comparison, rest: str = "with --details") -> list[str]:
     """Return the lines below the first table, shortened to fit: at most five. The last line counts
     those that are left out; `rest` says where they are found."""
-    shown = [_compared(table), *_too_long(table), *(_listed(*parts) for parts in _conclusions(table))]
-    known, most = list(_cautions(table)), max(1, MOST_LINES - len(shown))
+    conclusions = [_listed(*parts) for parts in _conclusions(table)]
+    shown = [_compared(table), *_too_long(table), *conclusions]
+    known = list(_cautions(table))
+    most = max(1, MOST_LINES - len(shown))
     shown += known[:most]
     if len(known) > most:
         shown[-1] = f"{shown[-1].removesuffix('.')}; {len(known) - most} more {rest}."
@@ -43,8 +45,10 @@ def all_lines(table: Comparison) -> list[str]:
 def _compared(table: Comparison) -> str:
     rows = [entry.summary for entry in table.entries]
     lengths = [record.prompt_tokens for entry in table.entries for record in entry.run.records]
-    generation = max((entry.run.config.get("generation") or {} for entry in table.entries), key=_samples)
-    drawn, temperature = _samples(generation), generation.get("temperature")
+    generations = [entry.run.config.get("generation") or {} for entry in table.entries]
+    generation = max(generations, key=_samples)
+    drawn = _samples(generation)
+    temperature = generation.get("temperature")
     metric = "pass@1" if drawn > 1 else table.metric
     measure = "perplexity, the lower the better" if table.of_perplexity else f"{metric}, 0 to 100"
     where = dict.fromkeys(machine_of(entry.run) for entry in table.entries)
@@ -72,9 +76,12 @@ def _too_long(table: Comparison) -> Iterator[str]:
     """Yield one line if prompts were too long for the model's window and were cut or left out. The
     rows of a table have the same prompts, so the first row that knows speaks for all."""
     for entry in table.entries:
-        way, cut, skipped = (entry.run.config.get("too_long"), *map(entry.summary.get, ("num_cut", "num_skipped")))
+        way = entry.run.config.get("too_long")
+        cut = entry.summary.get("num_cut")
+        skipped = entry.summary.get("num_skipped")
         if way not in (None, "refuse") and (cut or skipped):
-            where, count = "at the beginning" if way == "left" else "in the middle", f"of {_asked(entry)} prompts"
+            where = "at the beginning" if way == "left" else "in the middle"
+            count = f"of {_asked(entry)} prompts"
             parts = [f"{cut} {count} cut {where}"] * bool(cut) + [f"{skipped} {count} left out"] * bool(skipped)
             yield f"Longer than the model's window: {' and '.join(parts)} (too_long={way})."
             return
@@ -94,10 +101,12 @@ def _conclusions(table: Comparison) -> Iterator[tuple[str, list[str], str]]:
     if apart := [_loss(entry, table) for entry in entries if entry.score_differs or entry.cost_differs]:
         yield "* differs from Full (Holm's correction): ", apart, ""
     if alike := [entry for entry in entries if entry.score_p is not None and not entry.score_differs]:
-        lowest = min(entry.summary["full"]["ci95"][0] for entry in alike if entry.summary["full"]["ci95"] is not None)
+        intervals = [entry.summary["full"]["ci95"] for entry in alike]
+        lowest = min(interval[0] for interval in intervals if interval is not None)
         end = f" (a loss of {-100 * lowest:.0f} points is possible)" if lowest < 0 else ""
         yield "Scores not told from Full's: ", [entry.title for entry in alike], end
-    if broken := [f"{entry.title} {why}" for entry in entries if (why := entry.summary["budget"].get("not_kept"))]:
+    reasons = [(entry.title, entry.summary["budget"].get("not_kept")) for entry in entries]
+    if broken := [f"{title} {why}" for title, why in reasons if why]:
         yield f"{NOT_KEPT} budget not kept: ", broken, ""
 
 
@@ -130,12 +139,14 @@ def _cautions(table: Comparison) -> Iterator[str]:
 def _answers_cut(table: Comparison) -> Iterator[str]:
     """Yield one line if cutting took the right answer out of prompts, by the row where most lost
     theirs: the rows have the same prompts."""
-    lost = {
-        sum(any(text.startswith(ANSWER_CUT) for text in record.warnings) for record in entry.run.records): entry
-        for entry in table.entries
-    }
-    if count := max(lost, default=0):
-        yield f"Caution: in {count} of {_asked(lost[count])} prompts the answer was in the part that was cut."
+    worst = max(table.entries, key=_lost_answers)
+    if count := _lost_answers(worst):
+        yield f"Caution: in {count} of {_asked(worst)} prompts the answer was in the part that was cut."
+
+
+def _lost_answers(entry: ReportRow) -> int:
+    warnings = [record.warnings for record in entry.run.records]
+    return sum(any(text.startswith(ANSWER_CUT) for text in of_record) for of_record in warnings)
 
 
 def _out_of_tokens(table: Comparison) -> Iterator[str]:
@@ -144,7 +155,8 @@ def _out_of_tokens(table: Comparison) -> Iterator[str]:
     parts = []
     for entry in table.entries:
         drawn = _samples(entry.run.config.get("generation") or {}) > 1
-        cut = [r for r in entry.run.records if r.replies and r.replies[-1].stop == "length"]
+        records = [record for record in entry.run.records if record.replies]
+        cut = [record for record in records if record.replies[-1].stop == "length"]
         if count := sum(drawn or len(record.tokens) >= LONG_ANSWER for record in cut):
             parts.append(f"{entry.title} {count} of {len(entry.run.records)}")
     if parts:

@@ -32,10 +32,12 @@ class WindowLayer(KVLayer, capturable=True):
     def __init__(self, spec: LayerSpec, cache: CacheState) -> None:
         super().__init__(spec, cache)
         assert spec.window is not None
-        self.window, request = spec.window, self.request
+        self.window = spec.window
+        request = self.request
         self.size = min(self.window, request.capacity)  # rows of the ring
         shape = (request.batch, spec.num_kv_heads, self.size, spec.head_dim)
-        self.k, self.v = (torch.empty(shape, dtype=request.dtype, device=request.device) for _ in "kv")  # [B G W D]
+        self.k = torch.empty(shape, dtype=request.dtype, device=request.device)  # [B G W D]
+        self.v = torch.empty_like(self.k)
         self.written = 0  # tokens since the first row; counted round the ring, the next one's row
         self.seen = self.sealed = 0
 
@@ -47,7 +49,8 @@ class WindowLayer(KVLayer, capturable=True):
         return sink_logits.windowed_attention(x.q, k, v, self.spec.scale, self.window, self.spec.sink_logits)
 
     def repeat(self, x: AttnInput, piece: Piece) -> Tensor:
-        k, v = (torch.cat([*self._in_order(ring), new], 2) for ring, new in ((self.k, x.k), (self.v, x.v)))
+        k = torch.cat([*self._in_order(self.k), x.k], 2)
+        v = torch.cat([*self._in_order(self.v), x.v], 2)
         return sink_logits.windowed_attention(x.q, k, v, self.spec.scale, self.window, self.spec.sink_logits)
 
     def seal(self) -> None:
@@ -75,13 +78,15 @@ class WindowLayer(KVLayer, capturable=True):
         return read.expand(self.request.batch, self.spec.num_kv_heads, -1)
 
     def state(self) -> dict[str, Tensor]:
-        k, v = (torch.cat(self._in_order(ring), 2) for ring in (self.k, self.v))
+        k = torch.cat(self._in_order(self.k), 2)
+        v = torch.cat(self._in_order(self.v), 2)
         return {"k": k, "v": v, "seen": torch.tensor(self.seen)}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.seen = self.sealed = int(state["seen"])
         self.written = min(self.size, state["k"].shape[2])
-        self.k, self.v = self._ring(state["k"]), self._ring(state["v"])
+        self.k = self._ring(state["k"])
+        self.v = self._ring(state["v"])
 
     def count_replayed(self, steps: int) -> None:
         self.written += steps
@@ -89,18 +94,22 @@ class WindowLayer(KVLayer, capturable=True):
 
     def grow(self, more: int) -> None:
         super().grow(more)
-        if (size := min(self.window, self.request.capacity)) > self.size:  # so nothing has left the ring yet
-            self.k, self.v = (pad(ring, (0, 0, 0, size - self.size)) for ring in (self.k, self.v))
+        size = min(self.window, self.request.capacity)
+        if (rows := size - self.size) > 0:  # so nothing has left the ring yet
+            self.k = pad(self.k, (0, 0, 0, rows))
+            self.v = pad(self.v, (0, 0, 0, rows))
             self.size = size
 
     def _take(self, x: AttnInput) -> tuple[Tensor, Tensor]:
         """Store a prompt chunk: its last tokens become the ring. Return keys and values [B G S D]
         of the window before the chunk followed by the chunk, for its attention."""
         self._refuse_misfit(x)
-        k, v = (torch.cat([*self._in_order(ring), new], 2) for ring, new in ((self.k, x.k), (self.v, x.v)))
+        k = torch.cat([*self._in_order(self.k), x.k], 2)
+        v = torch.cat([*self._in_order(self.v), x.v], 2)
         self.seen += x.k.shape[2]
         self.written = min(self.size, k.shape[2])
-        self.k, self.v = (self._ring(rows) for rows in (k, v))
+        self.k = self._ring(k)
+        self.v = self._ring(v)
         return k, v
 
     def _ring(self, rows: Tensor) -> Tensor:

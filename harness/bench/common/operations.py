@@ -4,14 +4,26 @@ arguments."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from inspect import Signature, signature
 from math import prod
 from typing import Any
 
 from torch import Tensor
 
 from harness.engine.trace import INDEX_BYTES
-from kernels.block import Linear
+from kernels import ops
+from kernels.block import DecoderBlock, Head, Linear
+from kernels.dispatch import REFERENCE
+from kernels.partial import Guess, NewPartial
 from kernels.reference import Segment
+
+
+@cache
+def parameters(name: str) -> Signature:
+    """Return the parameters of an operation, as its reference names them."""
+    op = next(op for op in ops.ALL if op.name == name)
+    return signature(op.backend(REFERENCE).run)
 
 
 def _segments(q: Tensor, segments: Any, scale: float) -> int:
@@ -44,38 +56,71 @@ def _weights(*linears: Linear) -> int:
     return _whole(*(part for linear in linears for part in (linear.weight, linear.bias) if part is not None))
 
 
-_READ: dict[str, Callable[..., int]] = {
+def _attention_with_mean(q: Tensor, segments: Any, scale: float, *_: Any) -> int:
+    return _segments(q, segments, scale)
+
+
+def _coded_attention(q: Tensor, segments: Any, scale: float) -> int:
+    total = 0
+    for part in segments:
+        total += _segments(q, [part], scale) if isinstance(part, Segment) else _whole(*part[:4])
+    return total
+
+
+def _partial_products(guess: Guess | None, new: NewPartial | None) -> int:
+    return _whole(*(each.basis for each in (guess, new) if each is not None))
+
+
+def _gather_rows(x: Tensor, rows: Tensor, *_: Any) -> int:
+    return rows.numel() * x.shape[3] * x.element_size()
+
+
+def _rebuild_keys(u: Tensor, basis: Tensor, chunks: Tensor, size: int, cos: Tensor, sin: Tensor) -> int:
+    of_token = u.shape[2] + cos.shape[1] + sin.shape[1]
+    return chunks.numel() * size * of_token * u.element_size() + _whole(basis)
+
+
+def _token_logits(x: Tensor, head: Head) -> int:
+    return _weights(head.linear)
+
+
+_COUNTED: dict[str, Callable[..., int]] = {
     "segment_attention": _segments,
     "segment_attention_with_lse": _segments,
-    "attention_with_mean": lambda q, segments, scale, *_: _segments(q, segments, scale),
-    "merge_attention": lambda outs, lses: _whole(*outs),
-    "partial_products": lambda guess, new: _whole(*(x.basis for x in (guess, new) if x is not None)),
-    "merge_attention_with_lse": lambda outs, lses: _whole(*outs),
-    "coded_attention": lambda q, segments, scale: sum(
-        _segments(q, [part], scale) if isinstance(part, Segment) else _whole(*part[:4]) for part in segments
-    ),
-    "encode_codes": lambda k, v, bits, group: _whole(k, v),
+    "attention_with_mean": _attention_with_mean,
+    "coded_attention": _coded_attention,
     "decode_rows": _decoded,
+    "gather_rows": _gather_rows,
+    "gather_tiers": _gather_rows,
+    "partial_products": _partial_products,
+    "rebuild_keys": _rebuild_keys,
+    "token_logits": _token_logits,
     **INDEX_BYTES,
-    "gather_rows": lambda x, rows: rows.numel() * x.shape[3] * x.element_size(),
-    "gather_tiers": lambda far, rows, held, slots: rows.numel() * far.shape[3] * far.element_size(),
-    "put_rows": lambda x, rows, values: _whole(values),
-    "rebuild_keys": lambda u, basis, chunks, size, cos, sin: (
-        chunks.numel() * size * (u.shape[2] + cos.shape[1] + sin.shape[1]) * u.element_size() + _whole(basis)
-    ),
-    "attention_inputs": lambda x, block, cos, sin: _weights(block.q, block.k, block.v),
-    "attention_inputs_stored": lambda x, added, block, *_: _weights(block.q, block.k, block.v),
-    **dict.fromkeys(
-        ("block_output", "block_output_apart"),
-        lambda x, attended, block: _weights(block.o, block.gate, block.up, block.down),
-    ),
-    "token_logits": lambda x, head: _weights(head.linear),
+}
+# the arguments that an operation reads, where it does not read all
+_SOME = {
+    "encode_codes": ["k", "v"],
+    "put_rows": ["values"],
+}
+_OF_BLOCK = {  # the weights of a decoder layer that an operation reads
+    "attention_inputs": ["q", "k", "v"],
+    "attention_inputs_stored": ["q", "k", "v"],
+    "block_output": ["o", "gate", "up", "down"],
+    "block_output_apart": ["o", "gate", "up", "down"],
 }
 
 
 def bytes_read(name: str, arguments: tuple[Any, ...]) -> int:
     """Return the least bytes that an operation of kernels/ops.py reads: every tensor among its
-    `arguments` once, unless `_READ` has a rule for an operation that needs only a part of them.
-    Reads that a hardware cache may save are counted, too."""
-    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-    return _READ[name](*arguments) if name in _READ else _whole(*tensors)
+    `arguments` once, unless a rule above says that it needs only a part of them. Reads that a
+    hardware cache may save are counted, too."""
+    if name in _COUNTED:
+        return _COUNTED[name](*arguments)
+    given = parameters(name).bind_partial(*arguments).arguments
+    if name in _OF_BLOCK:
+        block: DecoderBlock = given["block"]
+        return _weights(*(getattr(block, part) for part in _OF_BLOCK[name]))
+    if name.startswith("merge_attention"):
+        return _whole(*given["outs"])
+    read = [given[part] for part in _SOME.get(name, given)]
+    return _whole(*(value for value in read if isinstance(value, Tensor)))

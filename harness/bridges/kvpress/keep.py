@@ -59,7 +59,8 @@ class PressEvict(Evict, capturable=True, of_each={}):
         return self.store.length
 
     def evict(self, size: int) -> None:
-        name, given = type(self.presses[0]).__name__, (self.store.k, self.store.v)
+        name = type(self.presses[0]).__name__
+        given = (self.store.k, self.store.v)
         pressed = self._pressed(size, given, torch.cat(self.hidden, 1))
         places = places_of(given, pressed.rows)
         if places is None:
@@ -73,7 +74,9 @@ class PressEvict(Evict, capturable=True, of_each={}):
         self.layer.fallback = f"{name} {' and '.join(filter(None, (changes, number)))}" if changes or number else None
 
     def close(self, evicted: int) -> None:
-        self.waiting, self.hidden, self.presses = False, [], []
+        self.waiting = False
+        self.hidden = []
+        self.presses = []
 
     def _retain(self, name: str, places: Tensor, visible: Tensor) -> None:
         """Drop from the store all rows of the prompt except those at `places` [B G K] where
@@ -83,9 +86,10 @@ class PressEvict(Evict, capturable=True, of_each={}):
             if places.shape[2] < self.store.length:
                 self.layer.retain(places.sort(-1).values)
             return
-        if int(visible.sum()) % (visible.shape[0] * visible.shape[1]):
+        kept = int(visible.sum())
+        if kept % (visible.shape[0] * visible.shape[1]):
             raise KVPressError(
-                f"In layer {self.spec.index}, {name} keeps {int(visible.sum())} tokens in all heads together, which is "
+                f"In layer {self.spec.index}, {name} keeps {kept} tokens in all heads together, which is "
                 "no whole number for each on average: no budget says that, so choose another press."
             )
         heads = zip(places.flatten(0, 1), visible.flatten(0, 1), strict=True)
@@ -94,13 +98,15 @@ class PressEvict(Evict, capturable=True, of_each={}):
     def _pressed(self, size: int, given: Rows, hidden: Tensor) -> Pressed:
         assert isinstance(self.spec.rope, Rotary)
         spec = replace(self.spec, rope=self.spec.rope.of_text(self.cache.counters.text_tokens))
-        parts = [
-            press_one(press, spec, hidden[row : row + 1], [x[row : row + 1] for x in given], size)
-            for row, press in enumerate(self.presses)
-        ]
+        k, v = given
+        parts = []
+        for row, press in enumerate(self.presses):
+            own = slice(row, row + 1)
+            parts.append(press_one(press, spec, hidden[own], [k[own], v[own]], size))
         if len({part.visible.shape for part in parts}) > 1:
             raise KVPressError("The press keeps different numbers in sequences of one batch: run them one by one.")
-        keys, values = (torch.cat([part.rows[place] for part in parts]) for place in (0, 1))
+        keys = torch.cat([part.rows[0] for part in parts])
+        values = torch.cat([part.rows[1] for part in parts])
         return Pressed((keys, values), torch.cat([part.visible for part in parts]))
 
 
@@ -223,21 +229,31 @@ def places_of(given: Rows, kept: Rows) -> Tensor | None:
     """
     hashes, source = _hashes(given).sort(dim=-1, stable=True)
     wanted, order = _hashes(kept).sort(dim=-1, stable=True)
-    repeats = torch.arange(wanted.shape[-1], device=wanted.device) - torch.searchsorted(wanted, wanted)
-    found = (torch.searchsorted(hashes, wanted) + repeats).clamp(max=hashes.shape[-1] - 1)
-    places = torch.empty_like(order).scatter_(-1, order, source.gather(-1, found))
-    return places if all(_equal_at(x, places, y) for x, y in zip(given, kept, strict=True)) else None
+    counted = torch.arange(wanted.shape[-1], device=wanted.device)
+    repeats = counted - torch.searchsorted(wanted, wanted)
+    first = torch.searchsorted(hashes, wanted)
+    found = (first + repeats).clamp(max=hashes.shape[-1] - 1)
+    places = torch.empty_like(order)
+    places.scatter_(-1, order, source.gather(-1, found))
+    same = _equal_at(given[0], places, kept[0]) and _equal_at(given[1], places, kept[1])
+    return places if same else None
 
 
 def _hashes(rows: Rows) -> Tensor:
     """Return a number for every row that depends on all its bits, int64 [B G S]."""
-    factors = torch.randint(2**62, (2, rows[0].shape[-1]), generator=torch.Generator().manual_seed(0))
-    both = list(zip(map(_bits, rows), factors.to(rows[0].device), strict=True))
+    keys, values = map(_bits, rows)
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(2**62, (2, keys.shape[-1]), generator=generator)
+    of_keys, of_values = factors.to(keys.device)
+    hashes = []
+    for part in pieces(keys.shape[2]):
+        hash_of_keys = _mixed(keys[:, :, part], of_keys)
+        hashes.append(hash_of_keys + _mixed(values[:, :, part], of_values))
+    return torch.cat(hashes, -1)
 
-    return torch.cat(
-        [sum((bits[:, :, part].long() * factor).sum(-1) for bits, factor in both) for part in pieces(rows[0].shape[2])],
-        -1,
-    )
+
+def _mixed(bits: Tensor, factor: Tensor) -> Tensor:
+    return (bits.long() * factor).sum(-1)
 
 
 def _equal_at(x: Tensor, places: Tensor, wanted: Tensor) -> bool:
