@@ -121,7 +121,6 @@ class H2O(Windowed):
     none, or 1/128 (`literal`) or 1/256 (`bytes`) of the prompt."""
 
     policies = (H2OKeep,)
-    selects: ClassVar[bool] = False
     encodes: ClassVar[bool] = True
 
     sinks: int = 0

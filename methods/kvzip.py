@@ -164,7 +164,6 @@ class KVzip(PolicyMethod):
     first tokens always stay. `share`: whether all layers and heads share one budget (model), the
     heads of each layer do (layer), or every head has its own (head)."""
 
-    selects: ClassVar[bool] = False
     repeats: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks"}

@@ -133,7 +133,6 @@ class LMInfinite(Method):
     parameter `n_init`: how many first tokens are always read. The paper's authors got the same
     results with 10 and 100."""
 
-    selects: ClassVar[bool] = False
     dense_prefill: ClassVar[bool] = False
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "n_init"}
     tunable: ClassVar[Grids] = {"n_init": (1, 4, 10, 32, 100)}

@@ -91,7 +91,6 @@ class RocketKV(SnapKV):
     page's bounds that are read. None lets the budget decide."""
 
     policies = (RocketKeep, RocketRead)
-    selects: ClassVar[bool] = True
     offloads: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
     tunable: ClassVar[Grids] = {**SnapKV.tunable, "kernel": (1, 3, 7, 15, 31, 63, 95)}

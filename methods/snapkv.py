@@ -62,7 +62,6 @@ class SnapKV(PolicyMethod):
     whether each KV head or each query head keeps tokens of its own."""
 
     policies: ClassVar[tuple[type[Policy], ...]] = (SnapKeep,)
-    selects: ClassVar[bool] = False
     encodes: ClassVar[bool] = True
     tunable: ClassVar[Grids] = {
         "window": (8, 16, 32, 64),

@@ -65,7 +65,6 @@ class Streaming(PolicyMethod):
     positions."""
 
     policies = (StreamingKeep,)
-    selects: ClassVar[bool] = False
     encodes: ClassVar[bool] = True
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks"}
     tunable: ClassVar[Grids] = {"sinks": (1, 4, 16, 64), "positions": ("cache", "original")}

@@ -42,7 +42,6 @@ class Method(metaclass=_TupleForList):
 
     uses_budget: ClassVar[bool] = True
     dense_prefill: ClassVar[bool] = True  # the prompt's outputs equal Full's, so prefills can be shared
-    selects: ClassVar[bool] = True  # a step reads what it chooses; with `reuse_steps` further steps read the same
     closes_early: ClassVar[bool] = False  # a layer seals as soon as its prompt is complete, wherever its rows lie
     rows_stay: ClassVar[bool] = False  # from turn to turn, keys and values stay as the model computed them
     generated_refusal: ClassVar[str | None] = None  # why it takes no budget_generated; None: it takes one

@@ -43,7 +43,6 @@ class EvictsWhileDecoding(PolicyMethod):
     """Define a method whose budget is all rows of a KV head, those of the answer included: a
     `LastQueries` policy says which stay at the seal, and whenever a new token has no room."""
 
-    selects: ClassVar[bool] = False
     counts_answer: ClassVar[bool] = True
 
     @property

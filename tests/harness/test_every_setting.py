@@ -12,15 +12,12 @@ import pytest
 from evals.base import Example, Task, TaskEnv
 from harness.config.catalogue import flatten
 from harness.config.settings import NESTED, WITHOUT_EFFECT, Settings
-from harness.engine.attach import attached
 from harness.jobs.job import Job
 from harness.terminal.notices import say_once
 from methods.base import Method
-from methods.layers import Layer
 from tests.fast import MODEL, niah
-from tests.methods.test_contract import NAMES, small
+from tests.methods.test_contract import small
 from tests.talks import Talks
-from tests.tiny import prompt, tiny
 
 Changes = Mapping[str, Any]  # by dotted key
 STORE = {"history": "store"}
@@ -171,12 +168,3 @@ def test_none_is_ignored_in_silence(name: str, task: Task, always: Changes, caps
             if job is None or before is None or not shows(key, value, before, job):
                 ignored[key] = f"beside {companions}: refused {refused!r}, said {said!r}"
     assert not ignored
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if small(name).uses_budget])
-def test_a_method_says_whether_a_step_chooses(name: str) -> None:
-    """Otherwise reuse_steps would be ignored, or refused where it has a meaning."""
-    method = small(name)
-    with attached(tiny("llama"), method, budget=0.5, calibration=prompt(64)) as kv:
-        layers = kv.cache(capacity=80).layers
-    assert method.selects == any(isinstance(layer, Layer) and layer.reads is not None for layer in layers)

@@ -8,6 +8,7 @@ from itertools import cycle
 import pytest
 import torch
 
+from harness.config.catalogue import entries
 from harness.engine.attach import attached
 from harness.engine.footprint import footprint
 from methods.base import Budget
@@ -17,7 +18,8 @@ from tests.methods.test_contract import NAMES, Step, assert_same, small, turn
 from tests.tiny import prompt, tiny
 
 ENCODING = [name for name in NAMES if small(name).encodes]
-EVICTING = [name for name in ENCODING if not small(name).selects]
+RULES = {entry.name: entry.facts().get("rule", "") for entry in entries("method")}
+EVICTING = [name for name in ENCODING if "evicts" in RULES.get(name, "") and "selects" not in RULES[name]]
 LEVELS = [codec_of(name) for name in ("tq4", "tq3", "tq2", "tq4q", "tq3q", "tq2q", "int4g8h")]
 LENGTH = 83
 

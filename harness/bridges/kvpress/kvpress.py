@@ -37,7 +37,6 @@ class KVPress(Method):
     `press`: the press's name and parameters, as a mapping (`build` in
     harness/bridges/kvpress/building.py)."""
 
-    selects: ClassVar[bool] = False
     closes_early: ClassVar[bool] = True  # a layer's input is held until its seal; kvpress too compresses layer by layer
     tunable: ClassVar[Grids] = {}
 

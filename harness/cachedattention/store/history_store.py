@@ -259,9 +259,6 @@ class HistoryStore:
     def statistics(self) -> Statistics:
         return self.contents.statistics
 
-    def bytes_by_tier(self) -> dict[str, int]:
-        return {tier.name: tier.bytes for tier in self.placement.levels}
-
     def flush(self) -> None:
         """Wait until everything that is on its way to disk is there, so that it outlives the
         process, however that ends."""

@@ -71,7 +71,7 @@ def test_a_rest_comes_back_with_the_whole_session_or_not_at_all(by_token: bool, 
         assert right(found, "a", [*TOKENS, *new]) or not by_token
         assert store.truncate("a") == 14
         assert store.tier("a") is None
-        assert store.bytes_by_tier() == {"host": 0, "disk": 0}
+        assert [level.bytes for level in store.placement.levels] == [0, 0]
 
 
 def test_rows_that_were_given_are_no_ones_but_the_stores() -> None:
@@ -109,7 +109,7 @@ def test_truncation_drops_the_oldest_tokens(keep: float, dropped: int, host: int
         found = store.get("a", rest, lineage)
         assert found.tokens == len(rest)
         assert right(found, "a", rest, dropped)
-        assert sum(store.bytes_by_tier().values()) == len(rest) * TOKEN_BYTES
+        assert sum(level.bytes for level in store.placement.levels) == len(rest) * TOKEN_BYTES
         assert found.tier == (tier if rest else None)
         if rest:
             assert store.extend("a", len(rest), [1, 2], rows("a", [1, 2], 11), lineage=lineage)
