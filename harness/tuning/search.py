@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -116,7 +118,11 @@ class Search:
         for method in candidates:
             with reporting(errors.append):
                 jobs[method] = Job.plan(method, start.task, start.model, here, Prompts(items), start.presets)
-        runs = {run.folder: run for run in evaluate_together(list(jobs.values()), errors.append)}
+        runs, waiting = dict[Path, StoredRun](), list(jobs.values())
+        while waiting:
+            together = fitting(waiting)
+            runs |= {run.folder: run for run in evaluate_together(together, errors.append)}
+            waiting = waiting[len(together) :]
         for error in errors:
             if start.method in candidates and (start.method not in jobs or jobs[start.method].folder not in runs):
                 raise error  # nothing can be compared with the start
@@ -165,6 +171,16 @@ class Search:
             beside = stats.paired(*for_statistics(pairs))
             ends = [beside.ci.low, beside.ci.high] if beside.ci else None
             yield f"Difference: {with_ci(beside.diff, ends, True)} points, p = {probability(beside.p)}."
+
+
+def fitting(jobs: Sequence[Job]) -> Sequence[Job]:
+    """Return the first of these jobs, as many as fit into free memory together with Full: all hold a cache of the
+    prompt that they share."""
+    for count in range(len(jobs), 1, -1):
+        with suppress(SettingsError):
+            jobs[0].refuse_memory([job for job in (jobs[0].full, *jobs[1:count]) if job])
+            return jobs[:count]
+    return jobs[:1]
 
 
 def rank(run: StoredRun, is_present: bool) -> tuple[float, ...]:

@@ -11,8 +11,9 @@ import pytest
 
 from harness.config.catalogue import entries
 from harness.config.plugins import build, describe
+from harness.config.settings import SettingsError
 from harness.results.run_folder import StoredRun
-from harness.tuning.search import Runs, Search
+from harness.tuning.search import Runs, Search, fitting
 from methods.base import Method
 from methods.snapkv import SnapKV
 from tests.fake_records import record
@@ -60,6 +61,16 @@ def test_of_equal_scores_the_present_value_wins_then_who_reads_less_then_the_fir
     assert searched(lambda method: 0.5)[0] == SnapKV()
     assert searched(lambda m: float(m.window != 32))[0] == SnapKV(window=16)
     assert searched(lambda m: float(m.window != 32), lambda m: 10.0 + (m.window > 8))[0] == SnapKV(window=8)
+
+
+@pytest.mark.parametrize(("room", "together"), [(9, 4), (3, 2), (0, 1)])
+def test_as_many_share_a_prefill_as_fit_into_memory(room: int, together: int) -> None:
+    def refuse_memory(beside: Sequence[Any]) -> None:
+        if 1 + len(beside) > room:
+            raise SettingsError("too much")
+
+    jobs: list[Any] = [SimpleNamespace(full=1, refuse_memory=refuse_memory)] * 4
+    assert len(fitting(jobs)) == together
 
 
 @pytest.mark.parametrize("entry", entries("method"), ids=lambda entry: entry.name)
