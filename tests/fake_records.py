@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from harness.results.files import plain, read_json
-from harness.results.records import Record, Reply, flat, nested, whole
+from harness.results.records import Record, Reply, made, whole
 from harness.results.run_folder import INFO, Run, write_info
 
 
@@ -46,13 +46,12 @@ def record(name: str = "a", /, **changes: Any) -> Record:
         "data": {},
         "prompt_ids": None,
     }
-    return Record(**nested(plain | (flat(changes) if "kv" in changes else changes)))
+    return made(Record, plain | changes)
 
 
 def turn(**changes: Any) -> Reply:
     """Of a conversation; as `record`, but with 10 prompt tokens."""
-    one = record(**{"prompt_tokens": 10} | changes)
-    return Reply(**{field.name: getattr(one, field.name) for field in fields(Reply)})
+    return made(Reply, json.loads(record(**{"prompt_tokens": 10} | changes).to_json()))
 
 
 def talk(name: str, *turns: Reply) -> Record:

@@ -19,6 +19,7 @@ from harness.config.plugins import PluginError, build_recorded
 from harness.config.settings import Data, settings_known_today
 from harness.jobs.examples import prepare
 from harness.models.base import ModelSource
+from harness.prompts.facts import unanswered
 from harness.results.compared import averages, mean_score
 from harness.results.files import write_lines
 from harness.results.identity import of_all
@@ -82,8 +83,8 @@ def rescore(run: StoredRun, data_root: Path | None = None, config_dirs: Sequence
         if item is None or item.sha256 != record.prompt_sha256:
             raise StoreError(f"{run.folder}: {record.id} has no such prompt today: task or data changed; run it again")
         answers = zip(item.example.turns, record.replies, strict=True)
-        pairs = [(task.score(turn, reply.output), reply.unanswered) for turn, reply in answers]
-        scores = [(0.0 if unanswered else score.value, score.details) for score, unanswered in pairs]
+        pairs = [(task.score(turn, reply.output), reply) for turn, reply in answers]
+        scores = [(0.0 if unanswered(reply) else score.value, score.details) for score, reply in pairs]
         turns = [{"score": value, "details": dict(details)} for value, details in scores]
         together = scored(scores) | {"turns": turns}
         lines.append({"id": record.id} | (together if record.turns else turns[0]))

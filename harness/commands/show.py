@@ -13,6 +13,7 @@ from itertools import zip_longest
 from harness.config.catalogue import flatten, plain
 from harness.config.errors import as_command
 from harness.config.settings import WITHOUT_EFFECT, recorded_defaults
+from harness.prompts.facts import TOKENS, unanswered
 from harness.reports.rerun import command
 from harness.results.identity import PARTS, word
 from harness.results.records import LeftOut, Record, Reply, StoreError
@@ -59,7 +60,7 @@ def show(run: StoredRun, options: argparse.Namespace, width: int) -> Iterator[st
     shown = chosen if options.all else chosen[:FIRST]
     for record in shown:
         yield f"\n[{record.id}] {record.group}  {_result(record)}"
-        yield from (f"  warning: {warning}" for warning in record.warnings)
+        yield from (f"  warning: {warning}" for warning in record["warnings"])
         if record.details:
             details = {name: digits(x) if isinstance(x, float) else x for name, x in record.details.items()}
             yield "  " + ", ".join(f"{name} {value}" for name, value in details.items())
@@ -124,8 +125,8 @@ def _side_by_side(mine: Record, their: Record, half: int) -> Iterator[str]:
 
 
 def _result(record: Reply) -> str:
-    thought = f", {record.thought_tokens} of them a thought" if record.thought_tokens else ""
-    cut = " that did not end, so there is no answer" if record.unanswered else ""
+    thought = f", {record[TOKENS]} of them a thought" if record[TOKENS] else ""
+    cut = " that did not end, so there is no answer" if unanswered(record) else ""
     return f"score {100 * record.score:.1f}, {len(record.tokens)} tokens{thought}{cut}, stop: {record.stop}"
 
 

@@ -125,6 +125,12 @@ class PreparedExample:
         return hashlib.sha256(f"{self.prompt.split}:{ids}{forced}{later}".encode()).hexdigest()
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """What a record holds of it, by key (harness/jobs/facts.py)."""
+        warnings = [finding.message for finding in self.findings]
+        return {"warnings": warnings, "cut_tokens": self.prompt.cut_tokens, "unit": self.example.unit}
+
+    @property
     def answers_sha256(self) -> str:
         """The hash of all that outputs are scored by and averaged over: right answers, groups,
         data."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from harness.cachedattention.store.disk import HistoryError
-from harness.cachedattention.turns.caches import CachesBetweenTurns, Saved
+from harness.cachedattention.turns.caches import CachesBetweenTurns
 from harness.cachedattention.turns.conversation import Conversation, Overflow
 from harness.config.errors import breaks_device, is_memory
 from harness.engine.batch.running import RunningBatch
@@ -24,10 +24,11 @@ from harness.engine.engine import Engine, NotFiniteError
 from harness.engine.graph import CaptureBroke
 from harness.engine.saved_state import Snapshot
 from harness.jobs.examples import PreparedExample
+from harness.jobs.facts import PEAKS
 from harness.jobs.likelihood import Likelihood
 from harness.jobs.prefill import Prefilled, Usage, larger
 from harness.models.devices import wait_for
-from harness.results.records import PEAKS, RecordError, StoreError
+from harness.results.records import RecordError, StoreError
 from kernels.dispatch import BackendError
 from methods.layers.returned import ReturnedError
 
@@ -43,20 +44,22 @@ class Transcript:
     prefill: Usage
     decode: Usage
     turns: list[Generation] = field(default_factory=list)
-    reuse: list[dict[str, Any]] = field(default_factory=list)  # of each turn of a conversation: fields of a reply
+    histories: list[dict[str, Any]] = field(default_factory=list)  # of each turn: what is known of its history, by key
     choices: list[Generation] = field(default_factory=list)  # where texts were fed behind the prompt: of each
     prefilled_by: str | None = None  # id of the example whose prefill and seal it used
 
     @property
-    def peaks(self) -> dict[str, Any]:
-        """The peaks of memory as fields of a `Record`. They are the whole process's, so sequences
-        that run at the same time are included."""
-        prefill, decode = self.prefill, self.decode
+    def facts(self) -> dict[str, Any]:
+        """What a record holds of the example's run, by key (harness/jobs/facts.py). Peaks of memory are the
+        whole process's, so sequences that run at the same time are included."""
+        prefill, decode, compared = self.prefill, self.decode, self.turns[0].fidelity
         peaks = (prefill.device_bytes, prefill.host_bytes, decode.device_bytes, decode.host_bytes)
         return {
             "device_peak_bytes": larger(prefill.device_bytes, decode.device_bytes),
             "host_peak_bytes": larger(prefill.host_bytes, decode.host_bytes),
             "peaks": dict(zip(PEAKS, peaks, strict=True)),
+            "prefilled_by": self.prefilled_by,
+            "fidelity": compared[0] if compared else None,
         }
 
 
@@ -159,7 +162,6 @@ class ContextSession:
         self._shared: SealedContext | None = None  # once the first of several is asked
         self._turns = deque[PreparedExample]()  # of the example that is asked, those to come
         self._unanswered: Snapshot | None = None  # the cache before the answer, where a given reply takes its place
-        self._saved: Saved  # the turn before
         self.asked = items[0]  # the example that is asked, or was last
         self.talk: Conversation
         self.transcript: Transcript
@@ -203,10 +205,7 @@ class ContextSession:
             wait_for(self.engine.model.device)
         if not (self._turns and self._turns[0].prompt.replaces_answer):
             self.talk.answered(made.tokens[0], made.stops[0])
-        self._saved = self.talk.save()
-        made.share_s += self._saved.save_s
-        if self._turns:
-            self.transcript.reuse[-1]["save_s"] = self._saved.save_s
+        made.share_s += self.talk.save().save_s
 
     def _question(self, batch: RunningBatch, item: PreparedExample) -> RunningSequence:
         """Start the first turn of an example on the prefilled cache."""
@@ -234,8 +233,7 @@ class ContextSession:
         prefill = ready.usage if later is None else Usage(self.engine.model.device)
         self.transcript = Transcript(item, prefill, usage, prefilled_by=later)
         self._turns.extend(item.further)
-        if item.further:
-            self.transcript.reuse.append(self._counts())
+        self.transcript.histories.append(self.talk.facts)
         return self._before_the_answer(slot, item)
 
     def _turn(self, batch: RunningBatch, turn: PreparedExample) -> RunningSequence:
@@ -248,24 +246,14 @@ class ContextSession:
             talk.resume()
             slot = self._join(batch, turn, talk.compute(self._prefill), began)
         slot.out.recomputed += talk.found.outgrown
-        self.transcript.reuse[-1]["save_hidden_s"] = self._saved.hidden_s()
+        talk.await_saved()
         self.transcript.prefill.add(usage)
-        history = talk.found
-        left = {"dropped_tokens": talk.dropped} if self.overflow is not None else {}
-        lost = {"lost_turns": int(history.lost is not None), "lost_to": history.lost} if self.caches.stores else {}
-        seconds = {"load_s": history.load_s, "hidden_s": history.hidden_s}
-        self.transcript.reuse.append({"hit_tier": history.tier, **self._counts(), **lost, **left, **seconds})
+        self.transcript.histories.append(talk.facts)
         return self._before_the_answer(slot, turn)
 
     def _join(self, batch: RunningBatch, turn: PreparedExample, logits: Tensor | None, began: float) -> RunningSequence:
         cache, unread = self.talk.found.cache, self._tensor(self.talk.unread)
         return batch.join(cache, logits, unread, began=began, **self.ending(turn))
-
-    def _counts(self) -> dict[str, Any]:
-        """Return the token counts of the current turn, as fields of its reply."""
-        talk = self.talk
-        ahead = {} if talk.over else {"save_ahead_s": talk.save_ahead_s}
-        return {"reused_tokens": talk.found.reused, "new_tokens": talk.new_tokens, **ahead}
 
     @torch.inference_mode()
     def _before_the_answer(self, slot: RunningSequence, turn: PreparedExample) -> RunningSequence:

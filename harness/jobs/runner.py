@@ -20,7 +20,7 @@ from torch import Tensor
 
 from evals.base import Task
 from harness.cachedattention.turns.caches import CachesBetweenTurns
-from harness.cachedattention.turns.conversation import Overflow, without_eos
+from harness.cachedattention.turns.conversation import Overflow
 from harness.cachedattention.turns.opening import in_memory, opened_caches
 from harness.config.errors import is_memory
 from harness.config.settings import Settings
@@ -40,14 +40,9 @@ from harness.models.devices import wait_for
 from harness.prompts.stops import StopRule
 from harness.prompts.teacher import Forced
 from harness.prompts.thinking import ThoughtfulAnswer
-from harness.results.measures import MEASURES
-from harness.results.records import Record, Reply, whole
+from harness.results.records import Record, Reply, made, whole
 
 WARMUP_TOKENS = 4
-OF_A_GENERATION = (  # fields of a Generation, and of a Reply as well
-    "token_s", "share_s", "decode_share_s", "seal_s", "question_s", "sealed", "fallback", "trace", "capture_s",
-    "compile_s", "recomputed", "along",
-)  # fmt: skip
 
 
 @dataclass
@@ -341,56 +336,44 @@ class Runner:
         return rule if item.thought is None else ThoughtfulAnswer(item.thought, rule, item.answer_tokens)
 
     def record(self, transcript: Transcript) -> Record:
-        item, [first, *_] = transcript.item, transcript.turns
-        replies = list(self._replies(transcript))
-        return Record(
-            id=item.example.id,
-            group=item.example.group,
-            prompt_sha256=item.sha256,
-            **(whole([Reply(**reply) for reply in replies]) if item.further else replies[0]),
-            **transcript.peaks,
-            cut_tokens=item.prompt.cut_tokens,
-            prefilled_by=transcript.prefilled_by,
-            unit=item.example.unit,
-            warnings=[finding.message for finding in item.findings],
-            fidelity=first.fidelity[0] if first.fidelity else None,
-            prompt_ids=[token for turn in item.turns for token in turn.prompt.ids]
-            if self.settings.results.save_prompts
-            else None,
-        )
+        item, replies = transcript.item, list(self._replies(transcript))
+        ids = [token for turn in item.turns for token in turn.prompt.ids]
+        known = {
+            "id": item.example.id,
+            "group": item.example.group,
+            "prompt_sha256": item.sha256,
+            **(whole([made(Reply, reply) for reply in replies]) if item.further else replies[0]),
+            **item.facts,
+            **transcript.facts,
+            "prompt_ids": ids if self.settings.results.save_prompts else None,
+        }
+        return made(Record, known)
 
     def _replies(self, transcript: Transcript) -> Iterator[dict[str, Any]]:
-        """Yield the fields of a `Reply` for each turn, with its score."""
-        item, history = transcript.item, 0
-        turns = item.turns, item.example.turns, transcript.turns, (*item.further, None), transcript.reuse or [{}]
-        for turn, example, generation, later, reuse in zip(*turns, strict=True):
+        """Yield what is known of each turn, by the keys of a line, with its score."""
+        item = transcript.item
+        turns = item.turns, item.example.turns, transcript.turns, transcript.histories
+        for turn, example, generation, history in zip(*turns, strict=True):
             [tokens], [stop] = generation.tokens, generation.stops
             rule = self._rule(turn)
-            thought = rule.thought_tokens(tokens) if isinstance(rule, ThoughtfulAnswer) else None
             output = repr(generation.nll[0]) if generation.nll else rule.text(tokens)
             if transcript.choices:
                 output = choices_output(transcript.choices)
             score = self.task.score(example, output)
-            history -= reuse.get("dropped_tokens", 0)
             yield {
-                "history_tokens": history,
                 "prompt_tokens": len(turn.prompt.ids),
                 "context_tokens": self._context(item),
                 "output": output,
                 "tokens": tokens,
                 "stop": stop,
-                "thought_tokens": thought,
-                "score": 0.0 if thought == len(tokens) else score.value,
+                "token_s": generation.token_s,
+                "score": score.value if rule.answers(tokens) else 0.0,
                 "details": dict(score.details),
-                "kv": generation.kv,
                 "data": dict(example.data),
-                **{name: getattr(generation, name) for name in OF_A_GENERATION},
-                "measured": dict.fromkeys(MEASURES) | generation.measured,
-                **reuse,
+                **rule.facts(tokens),
+                **generation.facts,
+                **history,
             }
-            history += len(turn.prompt.ids)
-            if not (later and later.prompt.replaces_answer):
-                history += len(without_eos(tokens, stop))
 
 
 def _whole_examples(

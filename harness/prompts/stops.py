@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from harness.prompts.prompt import Tokenizer, decode, tokenize
 
@@ -48,6 +48,14 @@ class StopRule:
         ends = (i for i in range(self.min_new_tokens, len(tokens)) if tokens[i] in self.eos_ids)
         text, stop = self._find_stop(tokens[: next(ends, len(tokens))], 0, skip)
         return text[:stop]
+
+    def facts(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """Return what a record holds of this answer besides its text, by key; nothing here."""
+        return {}
+
+    def answers(self, tokens: Sequence[int]) -> bool:
+        """Return False if `tokens` hold no answer that could be scored."""
+        return True
 
     def _find_stop(self, tokens: Sequence[int], start: int, skip: int) -> tuple[str, int | None]:
         """Return the text from token `start` on, and the position in it where the first stop string

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from harness.prompts.facts import TOKENS
 from harness.prompts.prompt import NO_KEYWORDS, PROBE, Keywords, Prompt, Tokenizer, in_template, tokenize
 from harness.prompts.stops import MARGIN, Reason, StopRule
 from harness.prompts.teacher import following
@@ -239,6 +240,14 @@ class ThoughtfulAnswer:
         is the answer's."""
         end = self._end_of(tokens) if self.thought.prefix else None
         return self.start(tokens)[0] if end is None else end
+
+    def facts(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """Return what a record holds of the thought, by key (harness/prompts/facts.py)."""
+        return {TOKENS: self.thought_tokens(tokens)}
+
+    def answers(self, tokens: Sequence[int]) -> bool:
+        """Return False if all `tokens` are a thought, so that there is no answer."""
+        return self.thought_tokens(tokens) < len(tokens)
 
     def _ends_here(self, tokens: Sequence[int]) -> int | None:
         """Return the number of tokens if the last one ends the thought, 0 if there is none, and

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import exp
-from statistics import fmean
 from typing import Any
 
 from harness.engine.step_parts import PARTS
 from harness.reports.compare import Comparison, ReportRow, asked
 from harness.reports.labels import COUNTS_ANSWER, budget
 from harness.reports.notes import stamps
-from harness.results.measures import MEASURES, Measure, over_known
+from harness.results.fact import Fact, mean
+from harness.results.facts import FACTS
 from harness.terminal.tables import (
     BYTES,
     SECONDS,
@@ -131,9 +131,9 @@ def measurements(table: Comparison) -> list[Column]:
         number("decode", "tok/s", [row["throughput_tok_s"] for row in rows]),
         *_held_bytes([row["memory"] for row in rows]),
         *(
-            _measured(measure, [row["memory"].get(key) for row in rows])
-            for key, measure in MEASURES.items()
-            if measure.head
+            _measured(fact, [row["memory"].get(key, row.get(key)) for row in rows])
+            for key, fact in FACTS.items()
+            if fact.head and not fact.by_turn
         ),
         share("read\nof Full's", [_read_of_full(entry) for entry in entries]),
     ]
@@ -235,23 +235,23 @@ def _held_bytes(memory: Sequence[Mapping[str, Any]]) -> list[Column]:
     return [column for column in quantities(sizes, BYTES) if column.head in shown]
 
 
-def _measured(measure: Measure, values: Sequence[float | None]) -> Column:
-    assert measure.head
-    if measure.unit == "share":
-        return share(measure.head, values)
-    if measure.unit in ("bytes", "seconds"):
-        scale = BYTES if measure.unit == "bytes" else SECONDS
-        return quantity(measure.head, values, scale, "/step", hide_zeros=measure.hides_zeros)
-    return number(measure.head, measure.unit, values)
+def _measured(fact: Fact, values: Sequence[float | None]) -> Column:
+    assert fact.head
+    if fact.unit == "share":
+        return share(fact.head, values)
+    if fact.unit in ("bytes", "seconds"):
+        scale, each = BYTES if fact.unit == "bytes" else SECONDS, "/step" * (fact.per == "step")
+        return quantity(fact.head, values, scale, each, hide_zeros=fact.hides_zeros)
+    return number(fact.head, fact.unit, values)
 
 
 def _read_of_full(entry: ReportRow) -> float | None:
     """Return the bytes that a step read as a share of what Full's step read on the same examples;
     None unless both runs were traced."""
     key = "read_bytes_per_step"
-    whole = {record.id: record.measured.get(key) for record in entry.full.records} if entry.full else {}
-    pairs = [(record.measured.get(key), whole.get(record.id)) for record in entry.run.records]
-    return over_known(fmean, [ours / fulls for ours, fulls in pairs if ours and fulls])
+    whole = {record.id: record[key] for record in entry.full.records} if entry.full else {}
+    pairs = [(record[key], whole.get(record.id)) for record in entry.run.records]
+    return mean([ours / fulls for ours, fulls in pairs if ours and fulls])
 
 
 def num_examples(entry: ReportRow) -> str:

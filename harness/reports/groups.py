@@ -16,8 +16,12 @@ from harness.reports.columns import names
 from harness.reports.compare import PERPLEXITY, Comparison, ReportRow
 from harness.reports.notes import is_stored, keeps_history
 from harness.results.compared import paired
-from harness.results.records import HISTORY_S
+from harness.results.fact import Unit
+from harness.results.facts import by_unit
 from harness.terminal.tables import SECONDS, Column, counts, digits, number, percent, quantities, quantity, with_ci
+
+UNITS: tuple[Unit, ...] = ("tier", "turns", "tokens", "seconds")  # of the columns of what turns found, in their order
+ReuseRow = tuple[ReportRow, str, Mapping[str, Any]]  # a run, the number of a turn, what its summary has of that
 
 
 def group_table(table: Comparison) -> list[Column]:
@@ -138,26 +142,29 @@ def turn_reuse(table: Comparison) -> list[Column]:
         return []
     entries = [entry for entry, *_ in rows]
     turns = [turn for *_, turn in rows]
-    stored = [turn if is_stored(entry) else {} for entry, _, turn in rows]
-    found = [_found(turn) if place != "1" else "" for _, place, turn in rows]
     return [
         *names(entries),
         counts("turn", [int(place) for _, place, _ in rows]),
         counts("n", [turn["n"] for turn in turns]),
-        Column("found in", "", found, left=True),
-        Column("lost", "", [str(turn.get("lost_turns") or "") for turn in turns]),
-        number("reused", "tokens", [turn.get("reused_tokens") for turn in turns]),
-        number("computed", "tokens", [turn.get("new_tokens") for turn in turns]),
-        *(_seconds_of_store(key, stored) for key in HISTORY_S),
+        *(_of_turns(key, fact.head, fact.unit, rows) for key, fact in by_unit(UNITS) if fact.by_turn and fact.head),
     ]
 
 
-def _seconds_of_store(key: str, turns: Sequence[Mapping[str, Any]]) -> Column:
-    head = key.removesuffix("_s").replace("_", " ")
-    return quantity(head, [turn.get(key) for turn in turns], SECONDS, hide_zeros=True)
+def _of_turns(key: str, head: str, unit: str, rows: Sequence[ReuseRow]) -> Column:
+    """Return the column of a fact that turns have (`Fact.by_turn`)."""
+    values = [turn.get(key) for *_, turn in rows]
+    if unit == "tier":
+        found = [_found(turn) if place != "1" else "" for _, place, turn in rows]
+        return Column(head, "", found, left=True)
+    if unit == "seconds":
+        stored = [value if is_stored(entry) else None for value, (entry, *_) in zip(values, rows, strict=True)]
+        return quantity(head, stored, SECONDS, hide_zeros=True)
+    if unit == "tokens":
+        return number(head, unit, values)
+    return Column(head, "", [str(value or "") for value in values])
 
 
-def _reuse_rows(entries: Sequence[ReportRow]) -> Iterator[tuple[ReportRow, str, Mapping[str, Any]]]:
+def _reuse_rows(entries: Sequence[ReportRow]) -> Iterator[ReuseRow]:
     for entry in filter(keeps_history, entries):
         for place, turn in (entry.summary["turns"] or {}).items():
             yield entry, place, turn

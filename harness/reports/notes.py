@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from statistics import median
 
 from harness.config.settings import Settings
 from harness.reports.compare import Comparison, ReportRow
 from harness.reports.conditions import code_versions
 from harness.reports.labels import COUNTS_ANSWER
+from harness.results.facts import FACTS
 from harness.results.summary import MIN_WINDOWS
 from harness.terminal.tables import percent
 from methods.tiers.tier import TIERS, bytes_key
@@ -25,7 +25,7 @@ def stamp_meanings() -> dict[str, str]:
         "T": "traced: the clocks inside a step cost time, so speed is left out",
         "L": "load: others used the machine while it ran, so its times mean little",
         **dict(tier.stamp for tier in TIERS.values() if tier.stamp),
-        "X": "stored histories were lost, and computing them again changed what the method holds: answers may differ",
+        **dict(fact.stamp for fact in FACTS.values() if fact.stamp),
         "P": "plain steps: times hold the launch of each operation, for the reason in `plain_steps` of run.json",
         "C": "continued: times come from more than one session",
         "R": "running",
@@ -48,7 +48,7 @@ def stamps(entry: ReportRow, table: Comparison) -> str:
             for name, tier in TIERS.items()
             if tier.stamp
         },
-        "X": row.get("lost_turns"),
+        **{fact.stamp[0]: row.get(key) for key, fact in FACTS.items() if fact.stamp},
         "P": entry.run.info.get("plain_steps"),
         "C": entry.run.info.get("earlier"),
         **{status[0].upper(): row["status"] == status for status in ("running", "interrupted", "failed")},
@@ -125,21 +125,10 @@ def _of_questions(entries: Sequence[ReportRow]) -> Iterator[str]:
     """Yield notes on answers that began on an existing cache (further turns, and further questions
     on one context), and on thoughts before answers."""
     for entry in entries:
-        row = entry.summary
-        if row["prefills"] < row["num_examples"]:
-            yield f"questions=shared ({entry.title}): {row['num_examples']} questions on {row['prefills']} prefills"
-        later = [turn for number, turn in (row["turns"] or {}).items() if number != "1"]
-        if is_stored(entry) and later and not any(turn.get("hits") for turn in later):
-            yield f"history=store ({entry.title}): no turn found its history; give the store more room"
-        counts = [r.thought_tokens for r in entry.run.records if r.thought_tokens is not None]
-        thoughts = [count for count in counts if count]
-        if counts:
-            tokens = f", of {median(thoughts):.0f} tokens (median) to {max(thoughts)}" if thoughts else ""
-            yield (
-                f"thoughts ({entry.title}): before {len(thoughts)} of {len(counts)} answers{tokens}; times and tokens "
-                "per second include them"
-            )
-    texts = {len({r.independent for r in e.run.records}) for e in entries if any(r.unit for r in e.run.records)}
+        for fact in reversed(FACTS.values()):  # from the example's to its steps'
+            if fact.note:
+                yield from fact.note(entry.title, entry.run.records, entry.run.config)
+    texts = {len({r.independent for r in e.run.records}) for e in entries if any(r["unit"] for r in e.run.records)}
     drawn = {(e.run.config.get("generation") or {}).get("samples", 1) for e in entries}
     for count in sorted(texts):
         if drawn != {1}:

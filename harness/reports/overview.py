@@ -13,6 +13,7 @@ from harness.reports.columns import NOT_KEPT, signed
 from harness.reports.compare import Comparison, ReportRow
 from harness.reports.conditions import machine_of
 from harness.results.alarms import ANSWER_CUT
+from harness.results.facts import FACTS
 from harness.terminal.tables import percent
 
 WIDTH = 120  # characters of the table
@@ -145,7 +146,7 @@ def _answers_cut(table: Comparison) -> Iterator[str]:
 
 
 def _lost_answers(entry: ReportRow) -> int:
-    warnings = [record.warnings for record in entry.run.records]
+    warnings = [record["warnings"] for record in entry.run.records]
     return sum(any(text.startswith(ANSWER_CUT) for text in of_record) for of_record in warnings)
 
 
@@ -165,16 +166,14 @@ def _out_of_tokens(table: Comparison) -> Iterator[str]:
 
 def _of_row(entry: ReportRow) -> Iterator[str]:
     """Yield what is missing from a row."""
-    row, config = entry.summary, entry.run.config
+    row = entry.summary
     if row["status"] != "complete":
         yield f"{entry.title}: {row['status']} after {row['num_examples']} examples"
     if row.get("num_failed"):
         yield f"{entry.title}: {row['num_failed']} of {_asked(entry)} examples failed"
-    if unanswered := sum(record.unanswered for record in entry.run.records):
-        yield f"{entry.title}: {unanswered} of {row['num_examples']} thoughts did not end, so there is no answer"
-    thoughts = [record.thought_tokens for record in entry.run.records if record.thought_tokens is not None]
-    if thoughts and not any(thoughts):
-        yield f"{entry.title}: 0 of {len(thoughts)} answers thought, though thinking={config.get('thinking')}"
+    for fact in FACTS.values():
+        if fact.caution:
+            yield from (f"{entry.title}: {text}" for text in fact.caution(entry.run.records, entry.run.config))
 
 
 def _capped(entry: ReportRow) -> Iterator[str]:

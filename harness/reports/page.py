@@ -20,13 +20,13 @@ from harness.reports.pictures.draw import pictures
 from harness.reports.pictures.figures import png
 from harness.reports.rerun import command
 from harness.results import files
-from harness.results.measures import MEASURES
+from harness.results.facts import FACTS
 from harness.results.provenance import now
 from harness.terminal.tables import Column
 from methods.tiers.tier import TIERS
 
 MEANINGS = {tier.head: tier.meaning for tier in TIERS.values()}
-MEANINGS |= {measure.head: measure.shown for measure in MEASURES.values() if measure.head}
+MEANINGS |= {fact.head: fact.shown for fact in FACTS.values() if fact.head and fact.shown}
 
 
 def write_page(folder: Path, tables: Sequence[Comparison], left_out: Sequence[str] = ()) -> Path:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from evals.stats import ALPHA
 from harness.config.settings import TUNING_SEED
 from harness.results.compared import FULL, mean_score, paired
+from harness.results.facts import FACTS
 from harness.results.records import FailedExample, Record, SkippedExample
 from harness.results.run_folder import StoredRun
 from harness.terminal.notices import alike
@@ -19,31 +20,38 @@ from methods.tiers.tier import DEVICE, TIERS, bytes_key
 
 RED = ("above_full", "same_as_full")
 SHARED = "shared_machine"
-MEANINGS = {  # what a kind of alarm says of the rows that it counts, the most important first
-    "above_full": "score above Full, so look for a bug",
-    "same_as_full": "all outputs are Full's though only a part was read: did the method run?",
-    "at_chance": "Full itself is near guessing, so no loss can show",
-    "budgets_differ": "budgets differ",
-    "simulated": "simulated",
-    SHARED: "others used the machine, so times mean little",
-    "full_elsewhere": "Full ran on another machine or over an hour apart, so times do not compare",
-    "lost_turns": "stored histories were lost and computed again, so answers may differ",
-    "tuning_seed": "these are the examples on which harness.tune chooses parameters: do not report them",
-}
 HARDWARE = ("cpu", "device_name", "cpus_usable", "memory_bytes")  # what tells machines apart
 MIN_WRONG_TOKENS = 100  # of answers that are not fully right; right answers are alike whoever gives them
 NEAR = 0.1  # a Full this close to guessing leaves no room to lose
-THOUGHT = ("<think>", "[THINK]", "<thought>", "<seed:think>")  # how models begin to think before they answer
+OUT_OF_TOKENS: tuple[str, Callable[[Record], bool]] = (
+    "ran into the token limit",
+    lambda record: any(reply.stop == "length" for reply in record.replies),
+)
 ANSWER_CUT = "The reference answer was in the part that was cut"  # begins a warning of harness/prompts/prompt_lint.py
 SAME_HOURS = timedelta(hours=1)  # in which a machine is about as fast
 MARGIN, MARGIN_SHARE = 0.5, 0.1  # load that the system makes by itself: of a CPU, or a share of them where that is more
+
+
+def meanings() -> dict[str, str]:
+    """Return what a kind of alarm says of the rows that it counts, the most important first."""
+    return {
+        "above_full": "score above Full, so look for a bug",
+        "same_as_full": "all outputs are Full's though only a part was read: did the method run?",
+        "at_chance": "Full itself is near guessing, so no loss can show",
+        "budgets_differ": "budgets differ",
+        "simulated": "simulated",
+        SHARED: "others used the machine, so times mean little",
+        "full_elsewhere": "Full ran on another machine or over an hour apart, so times do not compare",
+        **{key: fact.alarm for key, fact in FACTS.items() if fact.alarm},
+        "tuning_seed": "these are the examples on which harness.tune chooses parameters: do not report them",
+    }
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
     """A reason to doubt `count` of the `of` rows of a table."""
 
-    kind: str  # one of MEANINGS
+    kind: str  # one of `meanings`
     count: int
     of: int
     rows: tuple[str, ...]  # their titles
@@ -61,9 +69,10 @@ class Alarm:
         rows = "all rows" if self.count == self.of > 1 else ", ".join(self.rows)
         if self.kind == "simulated":
             return f"{rows}: {self.reason}"
+        meaning = meanings()[self.kind]
         if self.kind == "budgets_differ":  # the reason names the rows
-            return f"{MEANINGS[self.kind]}: {self.reason}"
-        return f"{rows}: {MEANINGS[self.kind]}{f': {self.reason}' if self.reason else ''}"
+            return f"{meaning}: {self.reason}"
+        return f"{rows}: {meaning}{f': {self.reason}' if self.reason else ''}"
 
 
 class AlarmRow(NamedTuple):
@@ -90,10 +99,13 @@ SIMULATED: dict[str, Callable[[AlarmRow], bool]] = {
 def alarms(rows: Sequence[AlarmRow]) -> list[Alarm]:
     """Return the alarms that apply to the rows of one table, the most important first."""
     candidates = [(kind, [row for row in rows if holds(row)], "") for kind, holds in CHECKS.items()]
+    for key in (key for key, fact in FACTS.items() if fact.alarm):
+        candidates.append((key, [row for row in rows if any(record[key] for record in row.run.records)], ""))
     candidates.append(("full_elsewhere", _apart_from_full(rows), ""))
     candidates += [("simulated", [row for row in rows if holds(row)], reason) for reason, holds in SIMULATED.items()]
     candidates += [("budgets_differ", ruled, reason) for ruled, reason in _budgets(rows)]
-    candidates.sort(key=lambda candidate: list(MEANINGS).index(candidate[0]))
+    kinds = list(meanings())
+    candidates.sort(key=lambda candidate: kinds.index(candidate[0]))
     return [
         Alarm(kind, len(some), len(rows), tuple(row.title for row in some), reason)
         for kind, some, reason in candidates
@@ -105,7 +117,7 @@ def _is_as_full(row: AlarmRow) -> bool:
     """Return True if a row that read only part of the prompt gave exactly the outputs of Full
     (dense attention), including wrong ones: perhaps the method did not run."""
     pairs = paired(row.run.records, row.full.records if row.full else [])
-    in_part = all(ours.attended_share is not None and ours.attended_share < 1 for ours, _ in pairs)
+    in_part = all((share := ours.share("attended_prompt")) is not None and share < 1 for ours, _ in pairs)
     same = all(ours.answer == theirs.answer for ours, theirs in pairs)
     wrong_tokens = sum(len(ours.tokens) for ours, _ in pairs if ours.score < 1)
     return in_part and same and wrong_tokens >= MIN_WRONG_TOKENS
@@ -204,7 +216,6 @@ CHECKS: dict[str, Callable[[AlarmRow], Any]] = {
     "same_as_full": _is_as_full,
     "at_chance": lambda row: row.full and at_chance(row.full.records, row.run.info.get("task_info", {}).get("chance")),
     SHARED: _shared_the_machine,
-    "lost_turns": lambda row: any(record.lost_turns for record in row.run.records),
     "tuning_seed": lambda row: row.run.config.get("seed") == TUNING_SEED,
 }
 
@@ -232,28 +243,12 @@ def warnings(
     if records and at_chance(baseline, chance):
         share = 100 * mean_score(baseline)
         yield f"Full scores {share:.1f}, near the {100 * chance:.0f} of guessing: methods cannot be told apart here"
-    for reason, count in alike([record.fallback for record in records if record.fallback]):
+    for reason, count in alike([record["fallback"] for record in records if record["fallback"]]):
         yield f"the method fell back on {count} of {n} examples: {reason}"
-    counts = {
-        "ended before the cache was sealed: the method did nothing there": [not record.sealed for record in records],
-        "have no TPOT: fewer than 3 tokens": [record.tpot_s is None for record in records],
-        "were computed anew because their text outgrew a length from which the model rotates all of it otherwise": [
-            bool(record.recomputed) for record in records
-        ],
-        "did not end their thought, which counts as no answer and scores 0: allow more by thinking=N": [
-            record.unanswered for record in records
-        ],
-        "have no thought, though thinking asks for one": [record.thought_tokens == 0 for record in records],
-        "begin with a thought although thinking=off, and are scored with it: set thinking=on": [
-            record.thought_tokens is None and record.output.lstrip().startswith(THOUGHT) for record in records
-        ],
-        "begin with a second thought behind the first, and are scored with it": [
-            record.thought_tokens is not None and record.output.lstrip().startswith(THOUGHT) for record in records
-        ],
-        "ran into the token limit": [any(reply.stop == "length" for reply in record.replies) for record in records],
-    }
-    yield from (f"{sum(true)} of {n} examples {what}" for what, true in counts.items() if any(true))
-    for warning, count in alike([warning for record in records for warning in record.warnings]):
+    for what, holds in [*(each for fact in FACTS.values() for each in fact.warnings.items()), OUT_OF_TOKENS]:
+        if count := sum(map(holds, records)):
+            yield f"{count} of {n} examples {what}"
+    for warning, count in alike([warning for record in records for warning in record["warnings"]]):
         yield f"{count} of {n} examples: {warning}"
     if full is not None and (count := len(paired(records, full))) < n:
         yield f"compared with Full on {count} of {n} examples: Full has no answer to the other prompts"

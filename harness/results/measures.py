@@ -9,75 +9,48 @@ its turns, that of a run the mean over its examples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean
-from typing import Literal
+from typing import Any
 
-Value = float | None  # null where it was not measured
+from harness.results.fact import Fact, Unit, entry, mean
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measure:
-    """Describes a number that is measured for each reply.
-
-    `unit`: the unit it is stored in. `in_memory`: True if its mean stands in the section `memory`
-    of summary.json; otherwise harness/results/summary.py derives something else from it. `head`:
-    the head of its column in the main table, None without a column; `shown`: what the head means.
-    `hides_zeros`: the column is left out if it holds only zeros.
-    """
-
-    unit: Literal["tokens", "bytes", "share", "seconds", "nats"]
-    in_memory: bool = True
-    head: str | None = None
-    shown: str = ""
-    hides_zeros: bool = False
+def measure(unit: Unit, *, in_memory: bool = True, **shown: Any) -> Fact:
+    """Return a number that is measured for each reply. `in_memory`: True if its mean stands in the
+    section `memory` of summary.json; otherwise harness/results/summary.py derives something else
+    from it. `shown`: its column in the main table, as fields of a `Fact`."""
+    section: Any = "memory" if in_memory else None
+    return Fact(unit=unit, per="step", over_turns=mean, section=section, over_examples=entry(mean), **shown)
 
 
-MEASURES: dict[str, Measure] = {  # by key of a line of examples.jsonl; docs/results.md says what each means
-    "attended_prompt": Measure(unit="tokens", in_memory=False),
-    "attended_total": Measure(unit="tokens", in_memory=False),
-    **dict.fromkeys(("attended_p10", "attended_p50", "attended_p90"), Measure(unit="tokens", in_memory=False)),
-    "capped_share": Measure(unit="share", in_memory=False),
-    "union_prompt": Measure(unit="tokens", in_memory=False),
-    "moved_bytes_per_step": Measure(
-        unit="bytes",
-        head="moved",
-        shown="bytes copied between the tiers per step, mean",
-        hides_zeros=True,
+MEASURES: dict[str, Fact] = {  # by key of a line of examples.jsonl; docs/results.md says what each means
+    "attended_prompt": measure("tokens", in_memory=False),
+    "attended_total": measure("tokens", in_memory=False),
+    **dict.fromkeys(("attended_p10", "attended_p50", "attended_p90"), measure("tokens", in_memory=False)),
+    "capped_share": measure("share", in_memory=False),
+    "union_prompt": measure("tokens", in_memory=False),
+    "moved_bytes_per_step": measure(
+        "bytes", head="moved", shown="bytes copied between the tiers per step, mean", hides_zeros=True
     ),
-    "from_disk_bytes_per_step": Measure(
-        unit="bytes", head="from disk", shown="those of the bytes moved that a file gave", hides_zeros=True
+    "from_disk_bytes_per_step": measure(
+        "bytes", head="from disk", shown="those of the bytes moved that a file gave", hides_zeros=True
     ),
-    "exposed_s_per_step": Measure(
-        unit="seconds",
+    "exposed_s_per_step": measure(
+        "seconds",
         head="exposed",
         shown="time per step for which the model stood still until rows of another tier had come, mean",
         hides_zeros=True,
     ),
-    "hidden_s_per_step": Measure(
-        unit="seconds",
+    "hidden_s_per_step": measure(
+        "seconds",
         head="hidden",
         shown="time per step in which rows of another tier came while the model computed, mean",
         hides_zeros=True,
     ),
-    "hit_rate": Measure(
-        unit="share", head="hits", shown="share of the rows asked of a method's device cache that were there"
+    "hit_rate": measure(
+        "share", head="hits", shown="share of the rows asked of a method's device cache that were there"
     ),
-    "answer_nll": Measure(unit="nats", in_memory=False),
-    "read_bytes_per_step": Measure(
-        unit="bytes", head="read", shown="keys, values and index that a step read, mean (traced runs)"
+    "answer_nll": measure("nats", in_memory=False),
+    "read_bytes_per_step": measure(
+        "bytes", head="read", shown="keys, values and index that a step read, mean (traced runs)"
     ),
 }
-
-
-def over_known(reduce: Callable[[list[float]], float], values: Sequence[Value]) -> Value:
-    """Apply `reduce` to the values that are not None; return None if there are none."""
-    known = [value for value in values if value is not None]
-    return reduce(known) if known else None
-
-
-def means(measured: Sequence[Mapping[str, Value]]) -> dict[str, Value]:
-    """Return the mean of each measure of `MEASURES` over turns or examples, ignoring unknown
-    values."""
-    return {key: over_known(fmean, [numbers.get(key) for numbers in measured]) for key in MEASURES}

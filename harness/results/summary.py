@@ -26,12 +26,13 @@ from harness.engine.step_parts import PARTS
 from harness.results import files
 from harness.results.alarms import warnings
 from harness.results.compared import FULL, for_statistics, group_means, mean_score, paired
+from harness.results.fact import mean
+from harness.results.facts import in_section, of_turn
 from harness.results.identity import model_name, word
-from harness.results.measures import MEASURES, means, over_known
-from harness.results.records import HISTORY_S, PEAKS, FailedExample, Record, Reply, SkippedExample, StoreError
+from harness.results.records import FailedExample, Record, Reply, SkippedExample, StoreError
 from harness.results.run_folder import INFO, SUMMARY, StoredRun, given, load
 from harness.terminal.tables import percent
-from methods.tiers.tier import DEVICE, TIERS, bytes_key
+from methods.tiers.tier import DEVICE
 
 SCHEMA = 11
 LIKELIHOOD = "answer_nll"  # of a record's measured numbers: nats per token
@@ -73,29 +74,27 @@ def summarise(
         | {
             "attended": _read(records, "attended_prompt") | _over_layers(records),
             "union": _read(records, "union_prompt"),
-            "capped_share": over_known(fmean, [record.measured.get("capped_share") for record in records]),
+            "capped_share": mean([record["capped_share"] for record in records]),
             "counts": (info.get("budget_use") or {}).get("counts", "prompt"),
             "extra_rows": (info.get("budget_use") or {}).get("extra_rows", 0),
-            "total_tokens": over_known(fmean, [record.measured.get("attended_total") for record in records]),
+            "total_tokens": mean([record["attended_total"] for record in records]),
             "not_kept": _not_kept(records, config, info),
         },
         **{key: config.get(key) for key in ("protocol", "placement", "codec", "dtype", "device", "batch", "seed")},
         "num_examples": len(records),
         "num_failed": len(failed),
         "num_skipped": len(skipped),
-        "num_cut": sum(record.cut_tokens > 0 for record in records),
+        **in_section("examples", records),
         "prompt_tokens": {"min": min(tokens), "median": median(tokens), "max": max(tokens)} if tokens else None,
         "score": _score(records, info),
         "full": against(records, full),
         "likelihood": likelihood(records, full),
-        "prefills": sum(record.prefilled_by is None for record in records),
-        "lost_turns": over_known(sum, [record.lost_turns for record in records]),
-        "recomputed": sum(record.recomputed for record in records),
+        **dict(reversed(in_section("answers", records).items())),
         "turns": _turns(records, timed=not (simulated or traced)),
         "turns_ago": _turns_ago(records),
         **_speed([] if simulated or traced else records, int(config.get("batch") or 1)),
         "prepare_s": info.get("prepare_s"),
-        "memory": _memory(records),
+        "memory": in_section("held", records) | in_section("memory", records),
         "fidelity": _fidelity(records),
         "trace": _trace(records),
         "simulated": simulated,
@@ -137,8 +136,7 @@ def _score(records: Sequence[Record], info: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _read(records: Sequence[Record], measure: str) -> dict[str, float | None]:
-    tokens, shares = [r.measured.get(measure) for r in records], [r.share(measure) for r in records]
-    return {"tokens": over_known(fmean, tokens), "share": over_known(fmean, shares)}
+    return {"tokens": mean([r[measure] for r in records]), "share": mean([r.share(measure) for r in records])}
 
 
 def _not_kept(records: Sequence[Record], config: Mapping[str, Any], info: Mapping[str, Any]) -> str | None:
@@ -154,7 +152,9 @@ def _not_kept(records: Sequence[Record], config: Mapping[str, Any], info: Mappin
     usual = config.get("budget_rule", "read") == "read" and not config.get("dense_layers")
     excess = 0.0 if tokens is None or share is None else (share if isinstance(asked, float) else tokens) - asked
     limit = not isinstance(asked, float) or _over_layers(records)["p50"] is not None  # which may be more than was read
-    whole = [record for record in records if isinstance(asked, float) and (record.attended_share or 0) >= 1 > asked]
+    whole = [
+        record for record in records if isinstance(asked, float) and (record.share("attended_prompt") or 0) >= 1 > asked
+    ]
     if usual and (excess if limit else abs(excess)) > OFF_BUDGET * asked:
         shares = f"{percent(share)} % of the prompt, not {percent(asked)} %"
         read = shares if isinstance(asked, float) else f"{tokens:.0f} tokens of the prompt, not {asked}"
@@ -162,17 +162,14 @@ def _not_kept(records: Sequence[Record], config: Mapping[str, Any], info: Mappin
         read = f"{len(whole)} of {len(records)} prompts whole, not {percent(asked)} %"
     else:
         return None
-    why = next((f": {reason}" for record in [*whole, *records] if (reason := record.fallback)), "")
+    why = next((f": {reason}" for record in [*whole, *records] if (reason := record["fallback"])), "")
     return f"read {read}{why}"
 
 
 def _over_layers(records: Sequence[Record]) -> dict[str, float | None]:
     """Return quantiles over layers of the share of the sealed prompt that a head read per step, as
     means over examples; None for a method that reads equally many in every step."""
-    return {
-        name: over_known(fmean, [record.share(f"attended_{name}") for record in records])
-        for name in ("p10", "p50", "p90")
-    }
+    return {name: mean([record.share(f"attended_{name}") for record in records]) for name in ("p10", "p50", "p90")}
 
 
 def _fidelity(records: Sequence[Record]) -> dict[str, float | None] | None:
@@ -180,17 +177,17 @@ def _fidelity(records: Sequence[Record]) -> dict[str, float | None] | None:
     of the tokens with the largest weights, `mass` (the share of attention weight that was read),
     `error` of the output, `kl` to the next-token distributions of Full (dense attention), and the
     share of answers that are Full's. None if fidelity=0."""
-    measured = [record.fidelity for record in records if record.fidelity]
+    measured = [record["fidelity"] for record in records if record["fidelity"]]
     if not measured:
         return None
-    means = {name: over_known(fmean, [m.get(name) for m in measured]) for name in ("recall", "mass", "error", "kl")}
+    means = {name: mean([m.get(name) for m in measured]) for name in ("recall", "mass", "error", "kl")}
     return means | {"same_as_full": fmean(float(m.get("first_difference") is None) for m in measured)}
 
 
 def _trace(records: Sequence[Record]) -> dict[str, float] | None:
     """Return the seconds of a decode step and of its parts (engine/trace.py), medians over
     examples; None for a run without trace=on."""
-    traces = [reply.trace for record in records for reply in record.replies if reply.trace]
+    traces = [reply["trace"] for record in records for reply in record.replies if reply["trace"]]
     if not traces:
         return None
     parts = {f"{part}_s": median(trace["parts_s"][part] for trace in traces) for part in PARTS}
@@ -198,16 +195,16 @@ def _trace(records: Sequence[Record]) -> dict[str, float] | None:
 
 
 def _speed(records: Sequence[Record], batch: int) -> dict[str, Any]:
-    shares = batch == 1 or all(record.share_s is not None for record in records)  # older batches do not say
-    first = [record.replies[0] for record in records if record.prefilled_by is None]
+    shares = batch == 1 or all(record["share_s"] is not None for record in records)  # older batches do not say
+    first = [record.replies[0] for record in records if record["prefilled_by"] is None]
     # further questions on a context, and turns of a conversation, begin on an existing cache
-    later = [reply for record in records for reply in record.replies[record.prefilled_by is None :]]
+    later = [reply for record in records for reply in record.replies[record["prefilled_by"] is None :]]
     return {
         "ttft_s": quantiles(reply.ttft_s for reply in first),
         "ttft_later_s": quantiles(reply.ttft_s for reply in later),
         "tt2t_s": quantiles(reply.tt2t_s for reply in first),
         "tpot_s": quantiles(interval for record in records for interval in record.intervals_s),
-        "seal_s": quantiles(reply.seal_s for record in records for reply in record.replies),
+        "seal_s": quantiles(reply["seal_s"] for record in records for reply in record.replies),
         "throughput_tok_s": decode_throughput(records) if shares else None,
         "e2e_tok_s": total_throughput(records) if shares else None,
     }
@@ -245,12 +242,7 @@ def _turn(replies: Sequence[tuple[str, Reply]], timed: bool) -> dict[str, Any]:
     return _scored(replies) | {
         "ttft_s": quantiles(reply.ttft_s for reply in clocked)["p50"],
         "tokens": fmean(reply.history_tokens + reply.prompt_tokens for reply in own),
-        "lost_turns": over_known(sum, [reply.lost_turns for reply in own]),
-        "hits": dict(sorted(Counter(reply.hit_tier for reply in own if reply.hit_tier).items())),
-        **{
-            name: over_known(fmean, [getattr(reply, name) for reply in own]) for name in ("reused_tokens", "new_tokens")
-        },
-        **{name: over_known(median, [getattr(reply, name) for reply in clocked]) for name in HISTORY_S},
+        **of_turn(own, clocked),
     }
 
 
@@ -260,15 +252,6 @@ def _scored(replies: Sequence[tuple[str, Reply]]) -> dict[str, Any]:
     units, scores = [unit for unit, _ in replies], [reply.score for _, reply in replies]
     interval = stats.interval(scores, [""] * len(scores), units=units)
     return {"n": len(replies), "score": fmean(scores), "ci95": _ends(interval)}
-
-
-def _memory(records: Sequence[Record]) -> dict[str, float | None]:
-    largest = {bytes_key(tier): over_known(max, [record.kv.get(tier, 0) for record in records]) for tier in TIERS}
-    peaks = ("device_peak_bytes", "host_peak_bytes")
-    largest |= {name: over_known(max, [getattr(record, name) for record in records]) for name in peaks}
-    largest |= {f"{name}_peak_bytes": over_known(max, [(r.peaks or {}).get(name) for r in records]) for name in PEAKS}
-    measured = means([record.measured for record in records])
-    return largest | {key: value for key, value in measured.items() if MEASURES[key].in_memory}
 
 
 def _ends(interval: stats.Interval | None) -> list[float] | None:
@@ -291,7 +274,7 @@ def decode_throughput(records: Sequence[Record]) -> float | None:
     answer has a third. Old records do not say their share of shared steps; they ran alone."""
     longer = [reply for record in records for reply in record.replies if len(reply.token_s) > 2]
     alone = [reply.token_s[-1] - reply.token_s[1] for reply in longer]
-    shares = [reply.decode_share_s for reply in longer]
+    shares = [reply["decode_share_s"] for reply in longer]
     seconds = sum(own if share is None else share for own, share in zip(alone, shares, strict=True))
     return sum(len(reply.token_s) - 2 for reply in longer) / seconds if seconds else None
 
@@ -299,7 +282,7 @@ def decode_throughput(records: Sequence[Record]) -> float | None:
 def total_throughput(records: Sequence[Record]) -> float | None:
     """Return the tokens per second of the machine, with the time of prefill, seal and question
     included."""
-    seconds = sum(record.token_s[-1] if record.share_s is None else record.share_s for record in records)
+    seconds = sum(record.token_s[-1] if record["share_s"] is None else record["share_s"] for record in records)
     return sum(len(record.token_s) for record in records) / seconds if seconds else None
 
 
@@ -326,7 +309,7 @@ def likelihood(records: Sequence[Record], full: Sequence[Record] | None) -> dict
 def cost_of(record: Record) -> float | None:
     """Return the negative log-likelihood of the right answer in nats per token. If the text was fed
     by force in place of an answer, the example's own details hold it."""
-    return record.details.get("nll") if record.stop == "forced" else record.measured.get(LIKELIHOOD)
+    return record.details.get("nll") if record.stop == "forced" else record[LIKELIHOOD]
 
 
 def _likelihood_beside(records: Sequence[Record], full: Sequence[Record]) -> dict[str, Any] | None:

@@ -27,7 +27,7 @@ from harness.jobs.job import Job, Presets
 from harness.jobs.resolve import resolve
 from harness.models.base import ModelSource
 from harness.results.compared import for_statistics, mean_score, paired
-from harness.results.measures import over_known
+from harness.results.fact import mean
 from harness.results.provenance import git
 from harness.results.run_folder import StoredRun
 from harness.terminal.notices import say_once, warn
@@ -133,14 +133,13 @@ class Search:
         """Return True if a candidate reads no more of the prompt than the budget allows, or the
         start; else say so."""
         read, usual = (
-            over_known(fmean, [record.measured.get("attended_prompt") for record in runs[one].records])
-            for one in (method, self.start.method)
+            mean([record["attended_prompt"] for record in runs[one].records]) for one in (method, self.start.method)
         )
         budget, records = self.start.budget, runs[method].records
         if budget is None or read is None or usual is None:
             return True
         dense, layers = getattr(method, "dense_layers", ()), range(self.start.model.describe().num_whole_layers)
-        lengths = [record.sealed_tokens for record in records]
+        lengths = [round(fmean(reply.sealed_at for reply in record.replies)) for record in records]
         allowed = fmean(n if i in dense else budget.tokens(n, i) for n in lengths for i in layers)
         if read <= max(allowed, usual) * (1 + TOLERANCE):
             return True
@@ -185,7 +184,7 @@ def fitting(jobs: Sequence[Job]) -> Sequence[Job]:
 
 def rank(run: StoredRun, is_present: bool) -> tuple[float, ...]:
     """Return the key by which candidates are sorted, best first."""
-    read = fmean(record.attended_share or 0.0 for record in run.records)
+    read = fmean(record.share("attended_prompt") or 0.0 for record in run.records)
     return -mean_score(run.records), not is_present, round(read, 2)
 
 

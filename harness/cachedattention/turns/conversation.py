@@ -16,6 +16,7 @@ conversation that is over keeps nothing, since no turn comes back for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,8 +95,11 @@ class Conversation:
         self.fed = 0  # tokens of the text that the cache held when the last turn ended
         self.dropped = 0  # tokens that left the window before this turn
         self.new_tokens = 0  # tokens of this turn's text that its cache did not hold
+        self.facts: dict[str, Any] = {}  # what a record holds of this turn, by key (harness/cachedattention/facts.py)
         self.save_ahead_s = 0.0
         self._found: ResumedCache | None = None  # between two turns there is no cache
+        self._facts_before: dict[str, Any] = {}  # of the turn before
+        self._saved: Saved | None = None  # how that was saved
 
     @property
     def over(self) -> bool:
@@ -125,6 +129,8 @@ class Conversation:
             fed, unread = self.text[: self.fed], self.text[self.fed :]
             stays = self.overflow.make_room(self.caches, self.session, fed, len(unread) + new_tokens)
             self.text, self.fed, self.dropped = stays + unread, len(stays), len(fed) - len(stays)
+        self._facts_before = self.facts
+        self.facts = {"history_tokens": len(self.text) - len(ids)}
 
     def ahead(self, ids: Sequence[int]) -> None:
         """Begin to load the first layers of the history for the turn that will ask `ids`; no turn
@@ -142,6 +148,12 @@ class Conversation:
         """Prefill what the cache lacks of the text. Return the logits of the last token [1 V]; None
         where that token is yet to be fed."""
         self._found, logits = self.caches.compute(self.found, self.text[: self._prefilled], prefill)
+        found = self._found
+        self.facts |= {"hit_tier": found.tier, "load_s": found.load_s, "hidden_s": found.hidden_s}
+        if self.caches.stores:
+            self.facts |= {"lost_turns": int(found.lost is not None), "lost_to": found.lost}
+        if self.overflow is not None:
+            self.facts["dropped_tokens"] = self.dropped
         self._begun()
         return logits
 
@@ -164,7 +176,14 @@ class Conversation:
             self.caches.forget(self.session)
             return Saved(0.0)
         self.fed = cache.num_tokens
-        return self.caches.save(self.session, self.text[: self.fed], cache)
+        self._saved = self.caches.save(self.session, self.text[: self.fed], cache)
+        self.facts["save_s"] = self._saved.save_s
+        return self._saved
+
+    def await_saved(self) -> None:
+        """Wait until all rows of the turn before have left the device, which completes its facts."""
+        assert self._saved is not None
+        self._facts_before["save_hidden_s"] = self._saved.hidden_s()
 
     @property
     def _prefilled(self) -> int:
@@ -181,3 +200,6 @@ class Conversation:
         if not self.over:
             cache = self.found.cache
             self.save_ahead_s = self.caches.save_ahead(self.session, self.text[: cache.num_tokens], cache)
+            self.facts["save_ahead_s"] = self.save_ahead_s
+        if self.turns > 1:
+            self.facts |= {"reused_tokens": self.found.reused, "new_tokens": self.new_tokens}

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from harness.engine.batch.along import Mark, along, ends_stretch
 from harness.engine.cache import KVCache
+from harness.engine.facts import GENERATED
 from harness.engine.footprint import footprint, unused_bytes
 from harness.engine.sampling import Greedy, Sampler
 from harness.models.devices import read_later, wait_for
 from harness.prompts.teacher import Forced
 from kernels import ops
 from kernels.toolchain import compiled_s
-from methods.tiers.tier import DISK
+from methods.tiers.tier import DISK, bytes_key
 
 Stop = Callable[[list[int]], str | None]  # tokens so far -> why to stop, or None
 UNION_EVERY = 8  # steps; counting a union takes a few percent of a step
@@ -82,6 +83,12 @@ class Generation:
     recomputed: int = 0  # how often its text was computed again because it outgrew the model's rotation
     capture_s: float | None = None  # time to capture its first decode step, part of the second token's time
     compile_s: float | None = None  # in which Triton made kernels ready from its prefill on, part of the other times
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record holds of it, by key (harness/engine/facts.py and harness/results/measures.py)."""
+        held = {bytes_key(tier): size for tier, size in self.kv.items()}
+        return {**{key: getattr(self, key) for key in GENERATED}, **held, **self.measured}
 
 
 def seal(cache: KVCache) -> float:

@@ -44,8 +44,8 @@ def _share(reply: Reply, stretch: Stretch) -> float | None:
 
 
 def _of(reply: Reply, key: str, number: int) -> float:
-    assert reply.along is not None
-    return reply.along[key][number]
+    costs: list[float] = reply["along"][key]
+    return costs[number]
 
 
 PANELS = (
@@ -87,7 +87,7 @@ def along(table: Comparison) -> Figure:
 
 
 def _long(entry: ReportRow) -> list[Reply]:
-    return [reply for record in entry.run.records for reply in record.replies if reply.along]
+    return [reply for record in entry.run.records for reply in record.replies if reply["along"]]
 
 
 def _lines(panel: Panel, entries: Sequence[ReportRow]) -> Lines:
@@ -98,7 +98,7 @@ def _lines(panel: Panel, entries: Sequence[ReportRow]) -> Lines:
             continue
         costs, reached = defaultdict[int, list[float]](list), defaultdict[int, list[int]](list)
         for reply in _long(entry):
-            ends = [int(steps) for steps in (reply.along or {})["steps"]]
+            ends = [int(steps) for steps in reply["along"]["steps"]]
             for number, (before, end) in enumerate(pairwise([0, *ends])):
                 if (cost := panel.cost(reply, (number, before, end))) is not None:
                     costs[number].append(cost)

@@ -19,7 +19,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 from harness.reports.compare import Comparison, ReportRow
 from harness.reports.pictures import figures
 from harness.results.compared import FULL
-from harness.results.measures import over_known
+from harness.results.fact import total
 from methods.tiers.tier import TIERS, bytes_key
 
 # Twelve that differ for normal and for colour-blind eyes (after M. Krzywinski, mk.bcgsc.ca/colorblind); Full is black,
@@ -71,7 +71,7 @@ PANELS = (
     ),
     Panel(
         "keys, values and indices held in all tiers, largest (MiB)",
-        lambda row: over_known(sum, [row["memory"].get(bytes_key(tier)) for tier in TIERS]),
+        lambda row: total([row["memory"].get(bytes_key(tier)) for tier in TIERS]),
         2**-20,
     ),
     Panel("bytes moved between tiers per step, mean (MiB)", lambda row: row["memory"]["moved_bytes_per_step"], 2**-20),

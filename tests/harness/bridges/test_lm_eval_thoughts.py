@@ -9,6 +9,7 @@ import pytest
 
 from harness.config.settings import Results, Settings, SettingsError
 from harness.jobs.evaluate import evaluate
+from harness.prompts.facts import unanswered
 from methods.full import Full
 from tests.scripted import END, FINAL, TURN, scripted
 
@@ -105,5 +106,5 @@ def test_a_task_of_theirs_takes_our_setting(thinking: str, thoughts: int | None,
     settings = Settings(results=Results(root=str(tmp_path / "runs")), baseline="off", warmup=0, thinking=thinking)
     finished = evaluate(Full(), task, scripted(tmp_path / "model", "empty block"), settings)
     for record in finished.records:
-        assert record.thought_tokens == thoughts
-        assert (record.output, record.score) == (("", 0.0) if record.unanswered else (" 42", 1.0))
+        assert record["thought_tokens"] == thoughts
+        assert (record.output, record.score) == (("", 0.0) if unanswered(record) else (" 42", 1.0))

@@ -22,7 +22,7 @@ from tests.fast import MODEL, PQ, niah
 
 
 def bytes_read(record: Record) -> float:
-    read = record.measured["read_bytes_per_step"]
+    read = record["read_bytes_per_step"]
     assert read
     return read
 
@@ -38,14 +38,14 @@ def run(folder: Path, **changes: Any) -> StoredRun:
 def test_a_traced_run_says_where_its_steps_spent_their_time(tmp_path: Path) -> None:
     made = run(tmp_path, trace="on")
     for record in made.records:
-        trace = record.trace
+        trace = record["trace"]
         assert trace["parts_s"].keys() == set(PARTS)
         assert all(seconds >= 0 for seconds in trace["parts_s"].values())
         assert all(trace["parts_s"][part] > 0 for part in ("select", "fetch", "attend", "model"))
         assert 0 < trace["step_s"] < record.token_s[-1]
-        assert record.measured["read_bytes_per_step"]
+        assert record["read_bytes_per_step"]
     assert made.summary["memory"]["read_bytes_per_step"] == fmean(
-        one.measured["read_bytes_per_step"] or 0 for one in made.records
+        one["read_bytes_per_step"] or 0 for one in made.records
     )
     assert made.summary["traced"]
     assert made.summary["tpot_s"]["p50"] is made.summary["throughput_tok_s"] is None
@@ -53,20 +53,20 @@ def test_a_traced_run_says_where_its_steps_spent_their_time(tmp_path: Path) -> N
     plain = run(tmp_path)
     assert plain.folder != made.folder
     assert [record.tokens for record in plain.records] == [record.tokens for record in made.records]
-    assert {record.trace for record in plain.records} == {None}
+    assert {record["trace"] for record in plain.records} == {None}
     full = load(made.full_folder)
     [table] = comparisons([full, load(made.folder)])
     shares = []
     for whole, part in zip(full.records, made.records, strict=True):
         shares.append(bytes_read(part) / bytes_read(whole))
-        size = bytes_read(whole) / (whole.measured["attended_total"] or 0)  # of a token, in all layers
-        index = bytes_read(part) - size * (part.measured["attended_total"] or 0)
+        size = bytes_read(whole) / (whole["attended_total"] or 0)  # of a token, in all layers
+        index = bytes_read(part) - size * (part["attended_total"] or 0)
         assert 0 < index < 0.1 * bytes_read(whole)
     columns = {column.head: column.values for column in measurements(table)}
     assert columns["read"] == [fmean(map(bytes_read, one.records)) for one in (full, made)]
     assert columns["read\nof Full's"] == [None, fmean(shares)]
     shared = evaluate_together([Job.plan(PQ, niah(), MODEL, settings(tmp_path, trace="on", shared_prefill=True))])
-    assert all(record.trace and record.trace["parts_s"]["attend"] > 0 for one in shared for record in one.records)
+    assert all(record["trace"] and record["trace"]["parts_s"]["attend"] > 0 for one in shared for record in one.records)
 
 
 @pytest.mark.gpu

@@ -26,7 +26,7 @@ def settings(folder: Path, **changes: Any) -> Settings:
 def test_sinks_come_on_top_and_a_table_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paper = evaluate(PQ, niah(), MODEL, settings(tmp_path, budget_rule="paper"))
     for record in paper.records:
-        assert record.measured["attended_prompt"] == PQ.sinks + int(0.2 * (record.prompt_tokens - PQ.sinks))
+        assert record["attended_prompt"] == PQ.sinks + int(0.2 * (record.prompt_tokens - PQ.sinks))
     evaluate(STREAMING, niah(), MODEL, settings(tmp_path, budget_rule="paper"))
     capsys.readouterr()
     report([str(tmp_path), "--details"])

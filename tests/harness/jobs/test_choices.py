@@ -82,7 +82,7 @@ def test_each_choice_costs_what_it_costs_alone(
         assert told == pytest.approx(likelihoods(method, budget, list(item.prompt.ids), texts), abs=1e-3)
         assert told[0] == pytest.approx(told[3], abs=1e-6)  # asked again behind two others
         assert (record.stop, record.context_tokens) == ("forced", len(item.prompt.ids) - 1)
-        assert record.measured["attended_prompt"] is not None
+        assert record["attended_prompt"] is not None
 
 
 def settings(folder: Path, **changes: Any) -> Settings:

@@ -15,6 +15,7 @@ from harness.jobs.memory import sealed_cost
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O
+from methods.tiers.tier import bytes_key
 from tests.fast import MODEL, PQ, STREAMING, niah, run
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -57,7 +58,7 @@ def test_the_bytes_are_those_that_a_run_measures(tmp_path: Path, method: Method,
     job = Job.plan(method, niah(), MODEL, settings)
     cost = sealed_cost(job.cache_spec, MODEL.describe(), job.items)
     for tier, count in cost.held.items():
-        largest = max(one.kv[tier] for one in done.records)
+        largest = max(one[bytes_key(tier)] for one in done.records)
         assert count == pytest.approx(settings.batch * largest, rel=0.02)
 
 

@@ -95,17 +95,17 @@ def test_a_turn_says_what_it_found_and_what_it_computed(
     finished = talked(tmp_path, Full(), **changes)
     for record in finished.records:
         turns = record.turns or []
-        assert [turn.hit_tier for turn in turns] == tiers
+        assert [turn["hit_tier"] for turn in turns] == tiers
         for turn, tier in zip(turns, tiers, strict=True):
-            assert turn.reused_tokens is not None
-            assert turn.new_tokens == turn.history_tokens + turn.prompt_tokens - turn.reused_tokens
-            assert (turn.reused_tokens > 0) == (tier is not None)
-            assert (turn.load_s is None) == (turn.hidden_s is None) == (turn is turns[0])
-            for waited in (turn.save_ahead_s, turn.save_s, turn.save_hidden_s):
+            assert turn["reused_tokens"] is not None
+            assert turn["new_tokens"] == turn.history_tokens + turn.prompt_tokens - turn["reused_tokens"]
+            assert (turn["reused_tokens"] > 0) == (tier is not None)
+            assert (turn["load_s"] is None) == (turn["hidden_s"] is None) == (turn is turns[0])
+            for waited in (turn["save_ahead_s"], turn["save_s"], turn["save_hidden_s"]):
                 assert (waited is None) == (turn is turns[-1])
-            assert turn.ttft_s > (turn.load_s or 0)
-            assert (turn.hidden_s is None) == (turn is turns[0])
-        assert record.new_tokens == sum(turn.new_tokens or 0 for turn in turns)
+            assert turn.ttft_s > (turn["load_s"] or 0)
+            assert (turn["hidden_s"] is None) == (turn is turns[0])
+        assert record["new_tokens"] == sum(turn["new_tokens"] or 0 for turn in turns)
     third = finished.summary["turns"]["3"]
     assert third["hits"] == ({tiers[2]: 2} if tiers[2] else {})
     assert third["load_s"] > 0
@@ -134,7 +134,7 @@ def test_turns_that_a_full_disk_has_changed_are_counted_stamped_and_told(
     full_disk(monkeypatch, after=2)
     monkeypatch.setattr(opening, "IO_THREADS", 0)
     finished = talked(tmp_path, method, history="store", store=DISK, budget=0.5)
-    counts = [[turn.lost_turns for turn in record.turns or []] for record in finished.records]
+    counts = [[turn["lost_turns"] for turn in record.turns or []] for record in finished.records]
     [table] = comparisons([load(finished.folder)])
     [entry] = table.entries
     text = " ".join(as_text([table]).split())  # lines are wrapped anywhere
@@ -145,8 +145,8 @@ def test_turns_that_a_full_disk_has_changed_are_counted_stamped_and_told(
         assert "histories were lost" not in text
         return
     lost = sum(filter(None, counts[0] + counts[1]))
-    assert finished.summary["lost_turns"] == lost == sum(record.lost_turns or 0 for record in finished.records) > 0
-    assert {turn.lost_to for record in finished.records for turn in record.turns or [] if turn.lost_turns} == {
+    assert finished.summary["lost_turns"] == lost == sum(record["lost_turns"] or 0 for record in finished.records) > 0
+    assert {turn["lost_to"] for record in finished.records for turn in record.turns or [] if turn["lost_turns"]} == {
         "the disk is full"
     }
     assert "X" in stamps(entry, table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,8 +17,7 @@ from harness.config.settings import GenerationSettings, Settings
 from harness.jobs.examples import PreparedExample, prepare
 from harness.models.base import load
 from harness.prompts.teacher import answer_ids
-from harness.results.measures import MEASURES
-from harness.results.records import Record, Reply
+from harness.results.facts import FACTS
 from harness.results.run_folder import StoredRun
 from methods.base import Method
 from methods.full import Full
@@ -27,34 +27,30 @@ from tests.harness.jobs.test_questions import STATEFUL, Balances, Given
 from tests.methods.test_contract import small, walked
 from tests.quick import mostly_slow
 
-TIMES = {"token_s", "share_s", "decode_share_s", "seal_s", "question_s", "load_s", "hidden_s", "save_s", "save_ahead_s"}
-MEMORY = {"save_hidden_s", "capture_s", "device_peak_bytes", "host_peak_bytes", "peaks", "turns", "measured"}
+TIMES = {"token_s", *(key for key, fact in FACTS.items() if fact.unit in ("nats", "seconds"))}
+MEMORY = {"device_peak_bytes", "host_peak_bytes", "peaks"}
 
 
 def run(root: Path, method: Method, task: Task | None = None, **changes: Any) -> StoredRun:
     return fast.run(root, method, task or niah(depths=2), **{"budget": 0.3} | changes)
 
 
-def seen(reply: Reply) -> dict[str, Any]:
-    """What a record holds of an answer, but for clocks, the process' peaks and what is new."""
-    plain = {name: value for name, value in vars_of(reply).items() if name not in TIMES | MEMORY}
-    measured = {name: value for name, value in reply.measured.items() if MEASURES[name].unit not in ("nats", "seconds")}
-    turns = [seen(turn) for turn in reply.turns or ()] if isinstance(reply, Record) else []
-    return plain | measured | {"turns": turns}
-
-
-def vars_of(reply: Reply) -> dict[str, Any]:
-    return {name: getattr(reply, name) for name in type(reply).__dataclass_fields__}
+def seen(line: dict[str, Any]) -> dict[str, Any]:
+    """What a line holds of an answer, but for clocks, the process' peaks and what is new."""
+    plain = {name: value for name, value in line.items() if name not in TIMES | MEMORY}
+    return plain | {"turns": [seen(turn) for turn in line.get("turns") or ()]}
 
 
 def nll_of(replies: Any) -> list[float | None]:
-    return [reply.measured["answer_nll"] for reply in replies]
+    return [reply["answer_nll"] for reply in replies]
 
 
 def same_but_for_the_likelihood(root: Path, method: Method, task: Task | None = None, **changes: Any) -> StoredRun:
     without = run(root / "without", method, task, likelihood="off", **changes)
     made = run(root / "with", method, task, **changes)
-    assert [seen(record) for record in made.records] == [seen(record) for record in without.records]
+    assert [seen(json.loads(record.to_json())) for record in made.records] == [
+        seen(json.loads(record.to_json())) for record in without.records
+    ]
     assert not any(nll_of(without.records))
     assert all(nll_of(reply for record in made.records for reply in record.replies))
     return made

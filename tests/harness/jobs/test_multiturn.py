@@ -78,8 +78,13 @@ def test_scbench_runs_in_both_modes(tmp_path: Path, changes: dict[str, Any]) -> 
     if task.mode == "multi_turn":
         assert [len(record.turns or ()) for record in finished.records] == [2, 2]
     else:
-        assert [record.prefilled_by for record in finished.records] == [None, "scbench_kv/0/0", None, "scbench_kv/1/0"]
-        assert {record.unit for record in finished.records} == {"scbench_kv/0", "scbench_kv/1"}
+        assert [record["prefilled_by"] for record in finished.records] == [
+            None,
+            "scbench_kv/0/0",
+            None,
+            "scbench_kv/1/0",
+        ]
+        assert {record["unit"] for record in finished.records} == {"scbench_kv/0", "scbench_kv/1"}
 
 
 @pytest.mark.tokens
@@ -90,4 +95,4 @@ def test_given_replies_are_the_same_with_a_store(tmp_path: Path) -> None:
     tokens = [[[turn.tokens for turn in record.turns or ()] for record in finished.records] for finished in runs]
     assert tokens[0] == tokens[1] == tokens[2]
     assert [len(turns) for turns in tokens[1]] == [3, 3]
-    assert all(turn.reused_tokens for record in runs[1].records for turn in (record.turns or ())[1:])
+    assert all(turn["reused_tokens"] for record in runs[1].records for turn in (record.turns or ())[1:])

@@ -49,8 +49,8 @@ def test_a_stored_history_is_cut_as_one_on_the_device(
         monkeypatch.setattr(opening, "BLOCK_TOKENS", 64 if changes["store"] == StoreSettings() else 256)
         stored = talked(tmp_path, sinks=sinks, history="store", **changes)
         assert said(stored) == said(stayed)
-        assert [reply.dropped_tokens for reply in turns(stored)[0]] == [
-            reply.dropped_tokens for reply in turns(stayed)[0]
+        assert [reply["dropped_tokens"] for reply in turns(stored)[0]] == [
+            reply["dropped_tokens"] for reply in turns(stayed)[0]
         ]
 
 
@@ -67,10 +67,10 @@ def test_records_say_what_left_and_what_was_read(tmp_path: Path, monkeypatch: py
     prefills = counted(monkeypatch)
     for first, second, *rest in turns(talked(tmp_path)):
         before = first.prompt_tokens + len(first.tokens) - 1
-        assert first.dropped_tokens is None
-        assert second.dropped_tokens == before - int(before * 0.5)
-        assert second.history_tokens == first.prompt_tokens + len(first.tokens) - second.dropped_tokens
-        assert second.reused_tokens == int(before * 0.5)
+        assert first["dropped_tokens"] is None
+        assert second["dropped_tokens"] == before - int(before * 0.5)
+        assert second.history_tokens == first.prompt_tokens + len(first.tokens) - second["dropped_tokens"]
+        assert second["reused_tokens"] == int(before * 0.5)
         assert all(turn.history_tokens + turn.prompt_tokens + 5 <= WINDOW for turn in (second, *rest))
     assert sum(tokens > 200 for tokens in prefills) == 2  # of each conversation the first turn
     talked(tmp_path, by="truncate_tokens")
@@ -84,8 +84,8 @@ def test_what_a_method_kept_goes_on_together(tmp_path: Path, method: Method) -> 
     stayed = talked(tmp_path, method)
     assert said(talked(tmp_path, method, history="store")) == said(stayed)
     for first, second, *_ in turns(stayed):
-        assert second.dropped_tokens is not None
-        kept = first.prompt_tokens + len(first.tokens) - 1 - second.dropped_tokens
+        assert second["dropped_tokens"] is not None
+        kept = first.prompt_tokens + len(first.tokens) - 1 - second["dropped_tokens"]
         assert kept < int(0.5 * first.prompt_tokens)
 
 
@@ -100,7 +100,7 @@ def test_a_window_is_refused_that_a_turn_does_not_fit_or_the_model_has_not(tmp_p
     with pytest.raises(SettingsError, match=r"overflow\.window=300 ") as refused:
         talked(tmp_path, window=300)
     least = int(str(refused.value).rpartition("overflow.window=")[2].split()[0])
-    assert turns(talked(tmp_path, window=least))[0][1].dropped_tokens
+    assert turns(talked(tmp_path, window=least))[0][1]["dropped_tokens"]
     with pytest.raises(SettingsError, match=r"overflow\.window=.*131072"):
         talked(tmp_path, window=200_000)
 
@@ -110,7 +110,7 @@ def test_a_task_about_overflow_needs_a_window(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"set overflow\.window=600"):
         run(tmp_path, Full(), task)
     finished = run(tmp_path, Full(), task, protocol="prompt", overflow=OverflowSettings(window=600))
-    assert turns(finished)[0][1].dropped_tokens
+    assert turns(finished)[0][1]["dropped_tokens"]
 
 
 @pytest.mark.parametrize(

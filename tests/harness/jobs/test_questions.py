@@ -21,6 +21,7 @@ from harness.engine.engine import Engine
 from harness.jobs.examples import PreparedExample, by_context, prepare
 from harness.jobs.questions import SealedContext
 from harness.models.base import load
+from harness.results.measures import MEASURES
 from harness.results.run_folder import StoredRun
 from harness.terminal.notices import say_once
 from kernels.dispatch import use_backend
@@ -209,13 +210,13 @@ def test_a_run_of_shared_questions_is_the_run_of_separate_ones(
             "score",
             "details",
             "prompt_sha256",
-            "measured",
         ):
             assert getattr(record, name) == getattr(own, name), name
+        assert [record[name] for name in MEASURES] == [own[name] for name in MEASURES]
         first = f"{record.id[0]}/0"
-        assert record.prefilled_by == (None if record.id == first else first)
-        assert (record.seal_s is None) == (record.id != first)
-        assert own.prefilled_by is None
+        assert record["prefilled_by"] == (None if record.id == first else first)
+        assert (record["seal_s"] is None) == (record.id != first)
+        assert own["prefilled_by"] is None
 
 
 def test_a_context_is_the_same_to_its_last_token() -> None:
@@ -249,7 +250,7 @@ def test_a_torn_run_pays_for_what_it_lacks(tmp_path: Path, monkeypatch: pytest.M
     again = run(tmp_path, questions="shared")
     assert len(prefills) == 1
     assert [(r.id, r.tokens) for r in again.records] == [(r.id, r.tokens) for r in whole.records]
-    assert [r.prefilled_by for r in again.records[4:]] == [None, None, "1/1", "1/1"]
+    assert [r["prefilled_by"] for r in again.records[4:]] == [None, None, "1/1", "1/1"]
 
 
 def test_where_no_context_has_two_questions_the_run_is_the_plain_one(

@@ -69,7 +69,7 @@ def answers(records: Sequence[Record]) -> dict[str, list[list[int]]]:
 
 
 def counts(records: Sequence[Record]) -> dict[str, int]:
-    return {record.id: record.recomputed for record in records}
+    return {record.id: record["recomputed"] for record in records}
 
 
 def prompts(task: Task) -> list[int]:
@@ -89,7 +89,7 @@ def test_batch_chunks_and_protocol_change_no_answer(tmp_path: Path, kind: str, p
         finished = run(tmp_path / str(number), model, Balances(), **way)
         assert answers(finished.records) == answers(alone.records), way
         assert counts(finished.records) == counts(alone.records), way
-    counted = sum(record.recomputed for record in alone.records)
+    counted = sum(record["recomputed"] for record in alone.records)
     assert bool(counted) == phi
     assert alone.summary["recomputed"] == counted
     warnings = [
@@ -116,5 +116,5 @@ def test_conversations_are_the_same_wherever_histories_are(tmp_path: Path, kind:
     for history in ("device_prefix", "store"):
         records = by_history[history].records
         assert answers(records) == wanted, history
-        assert all(record.recomputed for record in records)
-        assert all(any(turn.reused_tokens for turn in record.replies) for record in records)
+        assert all(record["recomputed"] for record in records)
+        assert all(any(turn["reused_tokens"] for turn in record.replies) for record in records)

@@ -91,11 +91,11 @@ def test_a_thought_is_counted_and_its_answer_scored(
         for record in run(tmp_path, model, thinking=thinking, **changes).records:
             assert (record.output, record.stop, record.score) == ("The key is 7", "stop_string", 1.0)
             assert text_of(model, record.tokens) == f"{thought}The key is 7 stop!"
-            assert text_of(model, record.tokens[: record.thought_tokens]) == thought
+            assert text_of(model, record.tokens[: record["thought_tokens"]]) == thought
     for record in run(tmp_path, model, Key("Answer:"), thinking="on", **changes).records:
         assert (record.output, record.stop, record.score) == (" 42", "stop_string", 1.0)
         assert text_of(model, record.tokens) == f"{thought}Answer: 42 stop!"
-        assert text_of(model, record.tokens[: record.thought_tokens]) == thought.rstrip("\n")
+        assert text_of(model, record.tokens[: record["thought_tokens"]]) == thought.rstrip("\n")
         assert len(record.token_s) == len(record.tokens)
 
 
@@ -106,7 +106,7 @@ def test_off_ends_the_thought_in_the_prompt(kind: str, models: dict[str, Hugging
         assert all(item.prompt.text.endswith(prefix) for item in plan.items)
         assert "thinking" not in plan.identity
         for record in run(tmp_path, models[kind], Key(prefix)).records:
-            assert (record.output, record.thought_tokens, record.score) == (answer, None, 1.0)
+            assert (record.output, record["thought_tokens"], record.score) == (answer, None, 1.0)
     on = Job.plan(Full(), Key("Answer:"), models[kind], Settings(device="cpu", thinking="on"))
     assert on.identity["prompts"] != plan.identity["prompts"]
     other = Job.plan(Full(), Key(), models[kind], Settings(device="cpu", thinking="on"))
@@ -120,7 +120,7 @@ def test_a_thought_that_does_not_end_has_no_answer(
     finished = run(tmp_path, models[kind], thinking="4")
     for record in finished.records:
         assert (record.output, record.stop, record.score) == ("", "thought", 0.0)  # the task itself would give it 1
-        assert record.thought_tokens == len(record.tokens) == 4
+        assert record["thought_tokens"] == len(record.tokens) == 4
     [warning] = [text for text in finished.summary["warnings"] if "thought" in text]
     assert warning.startswith("3 of 3 examples did not end their thought")
     assert "Caution: full: 3 of 3 thoughts did not end, so there is no answer." in all_lines(*comparisons([finished]))
@@ -137,13 +137,13 @@ def test_a_thought_that_does_not_end_has_no_answer(
     ends = scripted(tmp_path / "ends", kind, [[*SAYS[kind][0][: SAYS[kind][0].index(" we")], END]])
     for record in run(tmp_path, ends, thinking="on").records:
         assert (record.output, record.stop, record.score) == ("", "eos", 0.0)
-        assert record.thought_tokens == len(record.tokens)
+        assert record["thought_tokens"] == len(record.tokens)
 
 
 def test_a_model_may_answer_without_a_thought(tmp_path: Path) -> None:
     at_once = scripted(tmp_path / "model", "empty block", [[TURN, "The"]])
     for record in run(tmp_path, at_once, thinking="on").records:
-        assert (record.output, record.thought_tokens, record.stop) == ("The key is 7", 0, "stop_string")
+        assert (record.output, record["thought_tokens"], record.stop) == ("The key is 7", 0, "stop_string")
 
 
 def test_tokens_are_those_of_generate(models: dict[str, HuggingFace], tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_right_answers_are_measured_after_an_empty_thought(
     """With thinking off, the same text is read."""
     for prefix in ("", "Answer:"):
         costs = [
-            [record.measured["answer_nll"] for record in run(tmp_path, models[kind], Key(prefix), **changes).records]
+            [record["answer_nll"] for record in run(tmp_path, models[kind], Key(prefix), **changes).records]
             for changes in (
                 {"protocol": "context"},
                 {"protocol": "context", "thinking": "on"},

@@ -88,7 +88,7 @@ def test_one_long_document_does_not_refuse_the_others(
             assert (lines.keys(), run.skipped) == (ids, [])
             assert lines["mine-2"].prompt_tokens + 8 == WINDOW
             long = len(" ".join(WORDS) + ASKED)
-            assert [lines[name].cut_tokens for name in sorted(ids)] == [0, 0, long - (WINDOW - 8), 0]
+            assert [lines[name]["cut_tokens"] for name in sorted(ids)] == [0, 0, long - (WINDOW - 8), 0]
         assert run.info["identity"]["too_long"] == too_long == full.info["identity"]["too_long"]
         assert run.info["identity"]["prompts"] == full.info["identity"]["prompts"]
     way = {"skip": "left out", "middle": "cut in the middle", "left": "cut at the beginning"}[too_long]
@@ -223,7 +223,7 @@ def test_questions_with_one_cut_context_share_its_prefill(tmp_path: Path, model:
             results=Results(root=str(tmp_path / questions)),
         )  # fmt: skip
         finished = evaluate(Streaming(), Library(), model, wanted)
-        return {record.id: (record.tokens, record.prefilled_by is None) for record in finished.records}
+        return {record.id: (record.tokens, record["prefilled_by"] is None) for record in finished.records}
 
     separate, shared = run("separate"), run("shared")
     assert {name: tokens for name, (tokens, _) in shared.items()} == {n: tokens for n, (tokens, _) in separate.items()}

@@ -71,7 +71,7 @@ def test_a_budget_of_everything_is_full_and_a_small_one_is_not(root: Path) -> No
         small = run(root, method, budget=0.1)
         pairs = zip(small.records, full.records, strict=True)
         assert all(abs(float(a.output) - float(b.output)) > 1e-4 for a, b in pairs)
-        assert {(r.measured["attended_prompt"], r.stop) for r in small.records} == {(int(0.1 * 260), "forced")}
+        assert {(r["attended_prompt"], r.stop) for r in small.records} == {(int(0.1 * 260), "forced")}
     assert not [warning for warning in small.summary["warnings"] if "token limit" in warning or "Full is" in warning]
 
 

@@ -38,7 +38,7 @@ def row(
         "full": {"diff": ours - theirs},
         "simulated": bool(info.get("simulated")),
         "host_is_cpu": bool(info.get("host_is_cpu")),
-        "memory": {"kv_host_bytes": max(line.kv["host"] for line in lines)},
+        "memory": {"kv_host_bytes": max(line["kv_host_bytes"] for line in lines)},
         "trace": trace,
     }
     return AlarmRow(title, run, full.run if full else None, summary, p)

@@ -40,7 +40,8 @@ def test_older_lines_have_more_and_fewer_keys() -> None:
         part.pop("kv_disk_bytes", None)
         del part["union_prompt"]
     older = Record.from_plain(plain, "line 1")
-    assert older.kv == older.replies[0].kv == {"device": 1000, "host": 0}
+    assert [older[f"kv_{tier}_bytes"] for tier in ("device", "host", "disk")] == [1000, 0, 0]
+    assert older.replies[0]["kv_disk_bytes"] == 0
     assert older.share("union_prompt") is None
     del plain["kv_device_bytes"]
     with pytest.raises(RecordError, match=r"line 3.*kv_device_bytes"):
@@ -52,6 +53,6 @@ def test_a_conversation_adds_up_what_turns_took_and_ends_as_the_last_one_does() 
     last = turn(sealed=True, seal_s=0.2, kv_device_bytes=170, token_s=[0.5, 0.75], attended_prompt=None, fallback="why")
     one = talk("a", first, last)
     assert one.token_s == [1.0, 1.5, 2.0, 2.25]
-    assert (one.seal_s, one.question_s, one.prompt_tokens) == (0.2, None, 20)
-    assert (one.kv["device"], one.stop, one.sealed, one.fallback) == (170, "eos", True, "why")
-    assert (one.score, one.measured["attended_prompt"]) == (0.75, 100.0)
+    assert (one["seal_s"], one["question_s"], one.prompt_tokens) == (0.2, None, 20)
+    assert (one["kv_device_bytes"], one.stop, one["sealed"], one["fallback"]) == (170, "eos", True, "why")
+    assert (one.score, one["attended_prompt"]) == (0.75, 100.0)

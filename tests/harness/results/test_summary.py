@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from evals import stats
-from harness.results.records import HISTORY_S, PEAKS, Record
+from harness.cachedattention.facts import HISTORY
+from harness.jobs.facts import PEAKS
+from harness.results.records import Record
 from harness.results.run_folder import load
 from harness.results.summary import against, decode_throughput, quantiles, summarise, summary_of, total_throughput
 from tests.fake_records import config, record, records, rewrite, talk, turn, write_run
@@ -193,7 +195,7 @@ def test_a_conversation_counts_turn_by_turn() -> None:
     third = turn(score=0.0, history_tokens=104, token_s=[0.3], hit_tier="disk", reused_tokens=103, load_s=0.1)
     row = summary([talk("a", first, second), talk("b", first, third)])
     assert row["score"]["mean"] == pytest.approx((0.75 + 0.5) / 2)
-    unknown = dict.fromkeys(("reused_tokens", "new_tokens", "lost_turns", *HISTORY_S))
+    unknown = dict.fromkeys(key for key, fact in HISTORY.items() if fact.by_turn and key != "hit_tier")
     assert row["turns"] == {
         "1": {"n": 2, "score": 1.0, "ci95": between(0.158, 1.0), "ttft_s": 1.0, "tokens": 100, "hits": {}} | unknown,
         "2": {"n": 2, "score": 0.25, "ci95": between(0.006, 0.888), "ttft_s": pytest.approx(0.2), "tokens": 114}

@@ -13,7 +13,7 @@ from harness.commands import report, tune
 from harness.config.settings import TUNING_SEED, Results, Settings
 from harness.jobs.evaluate import evaluate
 from harness.jobs.runner import Runner
-from harness.results.alarms import MEANINGS
+from harness.results.alarms import meanings
 from harness.results.run_folder import find, load
 from tests.fast import MODEL, MODEL_ARGS
 from tests.harness.tuning.planted import Echo, Planted
@@ -81,7 +81,7 @@ def test_the_planted_value_is_found_and_reported_on_examples_that_had_no_say(
     assert settings.seed != TUNING_SEED
     # a report marks the runs of a search
     assert report.main([str(tmp_path / "runs"), "--details"]) == 0
-    assert MEANINGS["tuning_seed"] in " ".join(capfd.readouterr().out.split())
+    assert meanings()["tuning_seed"] in " ".join(capfd.readouterr().out.split())
 
 
 def ids_of(root: Path, part: str) -> set[str]:
