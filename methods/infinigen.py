@@ -320,6 +320,7 @@ class InfiniGen(PooledMethod):
     offloads: ClassVar[bool] = True
     asks_ahead: ClassVar[bool] = True
     encodes: ClassVar[bool] = True
+    needs = (ROTATION, QUERIES)
     tunable: ClassVar[Grids] = {"alpha": (4, 8, 16, 99), "partial_ratio": (0.1, 0.2, 0.4, 1), "column_rule": ("query",)}
     alpha: float = 5.0
     partial_ratio: float = 0.2
@@ -330,10 +331,6 @@ class InfiniGen(PooledMethod):
     group_rank: Literal["margin_max", "prob_sum"] = "margin_max"
     pool_capacity: float | None = None
     pool_policy: Eviction = "counter"
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return ROTATION, QUERIES
 
     def __post_init__(self) -> None:
         super().__post_init__()

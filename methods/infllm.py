@@ -252,6 +252,7 @@ class InfLLM(Method):
     dense_prefill: ClassVar[bool] = False
     generated_refusal: ClassVar[str | None] = "its window slides over these"
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "n_init", "recent_ratio": "local_ratio"}
+    needs = (ROTATION,)
     tunable: ClassVar[Grids] = {"n_init": (4, 64), "block": (8, 32), "local_ratio": (0.25, 0.75), "repr_topk": (1, 8)}
 
     n_init: int = 32
@@ -259,10 +260,6 @@ class InfLLM(Method):
     local_ratio: float = 0.5
     repr_topk: int = 4
     exc_block: int = 512
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return (ROTATION,)
 
     def __post_init__(self) -> None:
         if self.n_init < 0:

@@ -135,13 +135,10 @@ class LMInfinite(Method):
 
     dense_prefill: ClassVar[bool] = False
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "n_init"}
+    needs = (ROTATION,)
     tunable: ClassVar[Grids] = {"n_init": (1, 4, 10, 32, 100)}
 
     n_init: int = 10
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return (ROTATION,)
 
     def __post_init__(self) -> None:
         if self.n_init < 0:

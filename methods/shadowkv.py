@@ -245,6 +245,7 @@ class ShadowKV(Method):
     on the device."""
 
     offloads: ClassVar[bool] = True
+    needs = (ROTATION,)
     tunable: ClassVar[Grids] = {
         "chunk": (2, 4, 8, 16),
         "rank": (0.078125, 0.15625, 0.3125, 0.625, 1.0),
@@ -258,10 +259,6 @@ class ShadowKV(Method):
     outlier_share: float = 0.158
     solver: Literal["gram_fp64", "gram_fp32", "thin_svd"] = "gram_fp64"
     hit_cache: bool = True
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return (ROTATION,)
 
     def __post_init__(self) -> None:
         if self.chunk < 1:

@@ -38,6 +38,7 @@ class KVPress(Method):
     harness/bridges/kvpress/building.py)."""
 
     closes_early: ClassVar[bool] = True  # a layer's input is held until its seal; kvpress too compresses layer by layer
+    needs = (ROTATION, QUERIES)
     tunable: ClassVar[Grids] = {}
 
     press: dict[str, Any] = field(default_factory=lambda: {"name": "ExpectedAttentionPress"})
@@ -45,10 +46,6 @@ class KVPress(Method):
     def __post_init__(self) -> None:
         check_mapping(self.press)
         object.__setattr__(self, "press", _unchanging(self.press))
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return ROTATION, QUERIES
 
     @property
     def modules(self) -> tuple[str, ...]:
