@@ -7,7 +7,7 @@ read some settings only are made from it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -38,7 +38,7 @@ class Entry:
 
     meaning: str  # as `--help` shows it
     section: str = ""  # one of SECTIONS; empty for a setting in a group, which has that of the group
-    choices: tuple[str | None, ...] = ()  # all values that it can have; empty if it is no choice
+    choices: Collection[str | None] = ()  # all values that it can have; empty if it is no choice
     within: Range | None = None
     is_path: bool = False  # a `~` in it becomes the user's home
     neutral: Any = DEFAULT  # the value of a run whose method has no use for it

@@ -246,7 +246,7 @@ class Settings:
         DEVICE,
         "host, disk: methods that offload keep the prompt's keys and values in host memory, or in files",
         RUN,
-        choices=tuple(TIERS),
+        choices=TIERS,  # a plug-in may add its own
         after_prefill=True,
         named="among_namesakes",
         read_by=BOTH,
