@@ -306,7 +306,7 @@ def _quantised(x: Inputs) -> Iterator[OpCase]:
         centroids = x.random(1, groups, parts, 2**bits, dim // parts)
         codes = torch.randint(2**bits, (1, groups, x.tokens, parts), device=device).to(torch.uint8)
         what = f"PQCache m={parts} b={bits}, {x.tokens}"
-        weighed = {"q": x.q, "centroids": centroids, "codes": codes, "scale": x.scale}
+        weighed: dict[str, Any] = {"q": x.q, "centroids": centroids, "codes": codes, "scale": x.scale}
         yield _case("pq_weights", what, **weighed)
         if parts == 2:
             held = pq_held(codes, 2**bits)
@@ -418,7 +418,7 @@ def _prefill(x: Inputs) -> Iterator[OpCase]:
     window = max(1, x.prefill // 4)
     near = 2 * flops * (x.prefill * window - window * (window - 1) / 2)
     what = f"LM-Infinite, {window} of {x.prefill}"
-    windowed = {"q": q, "k": k, "scale": x.scale, "first": 0, "window": window}
+    windowed: dict[str, Any] = {"q": q, "k": k, "scale": x.scale, "first": 0, "window": window}
     yield _case("windowed_attention", what, near, v=v, **windowed)
     lse = torch.randn_like(q[..., 0].float()) + 12  # above every logit's likely sum
     yield _case("windowed_sums", what, near / 2, lse=lse, **windowed)
