@@ -16,9 +16,10 @@ from pathlib import Path
 import yaml
 
 from harness.config.compose import built, composed
+from harness.config.entry import OBSERVE
 from harness.config.errors import as_command
 from harness.config.plugins import TARGET, build, suggestion
-from harness.config.settings import KEYS, SettingsError
+from harness.config.settings import ENTRIES, KEYS, SettingsError
 from harness.terminal.arguments import typed
 from harness.terminal.notices import say
 from harness.terminal.tables import Column, text_table
@@ -29,8 +30,8 @@ OBSERVATIONS = {
     "attention_mass": "harness.attention_statistics.observations.AttentionMass",
     "heavy_hitters": "harness.attention_statistics.observations.HeavyHitters",
 }
-# the keys of a run that are read here
-READ = ("experiment", "task", "model", "chat", "template_kwargs", "dtype", "device", "seed", "data", "results")
+_SETTINGS = [key for key, entry in ENTRIES.items() if OBSERVE in entry.read_by]
+READ = ("experiment", "task", "model", *_SETTINGS)  # the keys of a run that are read here
 
 
 @as_command()

@@ -23,8 +23,9 @@ TURNS = "Conversations of several turns"
 SECTIONS = (READ, RUN, MEASURED, PICKED, FOLDERS, SHOWN, TURNS)  # in the order of conf/config.yaml and of `--help`
 RARE_SECTIONS = (TURNS, SHOWN)  # left out of --help
 
-SERVE, LM_EVAL = "serve", "lm_eval"
+SERVE, LM_EVAL, OBSERVE = "serve", "lm_eval", "observe"
 BOTH = (SERVE, LM_EVAL)
+ALL = (SERVE, LM_EVAL, OBSERVE)
 DEFAULT = object()
 
 # When a row of a report names the setting: never; if rows of the same method differ in it; also if it is not at its

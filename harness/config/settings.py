@@ -16,10 +16,12 @@ from typing import Any, get_type_hints
 
 from harness.config.catalogue import GROUPS, entries, flatten, plain
 from harness.config.entry import (
+    ALL,
     BOTH,
     DEFAULT,
     FOLDERS,
     MEASURED,
+    OBSERVE,
     PICKED,
     READ,
     RUN,
@@ -308,10 +310,10 @@ class Settings:
         RUN,
         choices=("template", "none"),
         one_table=True,
-        read_by=(SERVE,),
+        read_by=(SERVE, OBSERVE),
     )
     template_kwargs: dict[str, Any] | None = setting(
-        None, "keywords for that template, as '{reasoning_effort: low}'", RUN, one_table=True, read_by=BOTH
+        None, "keywords for that template, as '{reasoning_effort: low}'", RUN, one_table=True, read_by=ALL
     )
     thinking: str = setting(
         "off",
@@ -336,10 +338,10 @@ class Settings:
         RUN,
         choices=("auto", "fp32", "bf16", "fp16"),
         named="among_namesakes",
-        read_by=BOTH,
+        read_by=ALL,
     )
     device: str = setting(
-        "auto", "cpu, cuda, cuda:1; auto: cuda where there is one", RUN, named="among_namesakes", read_by=BOTH
+        "auto", "cpu, cuda, cuda:1; auto: cuda where there is one", RUN, named="among_namesakes", read_by=ALL
     )
     batch: int = setting(
         1, "examples that run side by side, of any lengths; where one ends the next joins", RUN, within=FROM_1
@@ -358,7 +360,7 @@ class Settings:
         RUN,
         within=Range(least=0, most=2**63 - 1),
         one_table=True,
-        read_by=(SERVE,),
+        read_by=(SERVE, OBSERVE),
     )
     threads: int | None = setting(
         None,
@@ -417,8 +419,8 @@ class Settings:
         False, "print lengths, budget, bytes and folder; load no weights", MEASURED, identifies=False
     )
     generation: GenerationSettings = setting(GenerationSettings, "", PICKED, one_table=True, read_by=(SERVE,))
-    data: Data = setting(Data, "", FOLDERS, identifies=False, read_by=(SERVE,))
-    results: Results = setting(Results, "", FOLDERS, identifies=False)
+    data: Data = setting(Data, "", FOLDERS, identifies=False, read_by=(SERVE, OBSERVE))
+    results: Results = setting(Results, "", FOLDERS, identifies=False, read_by=(OBSERVE,))
     wandb: WandbSettings = setting(
         WandbSettings,
         "Weights & Biases; offline, in the run's folder, without login",
