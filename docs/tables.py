@@ -3,7 +3,7 @@
 A table stands between a marker and `<!-- end -->`; everything else on a page is written by hand.
 
 - `<!-- rows of NAME... -->` shows every row of these CSV files; `<!-- rows of NAME...: METHOD... -->` shows Full and
-  the named methods only.
+  the named methods only, `<!-- rows of NAME... at 10 50 -->` the rows at these budgets (percent) and those without one.
 - `<!-- headline of NAME -->` shows scores, likelihoods and bytes of NAME, reads of NAME_read and times of NAME_times,
   which have the same methods. NAME_floor has Full alone, in other arithmetic.
 - `<!-- families of NAME -->` shows which methods are refused on which families of models, and why, from
@@ -72,19 +72,24 @@ def filled(page: str) -> str:
         if kind in ("headline", "families"):
             text = headline(names) if kind == "headline" else families(names)
         else:
-            text = (decode if kind == "decode" else listing)(names.split(), chosen)
+            names, _, budgets = names.partition(" at ")
+            files = names.split()
+            text = decode(files, chosen) if kind == "decode" else listing(files, chosen, budgets.split())
         return f"{head}\n{text.rstrip()}\n\n{end}"
 
     return MARKED.sub(table, page)
 
 
-def listing(names: Sequence[str], methods: Sequence[str] = ()) -> str:
+def listing(names: Sequence[str], methods: Sequence[str] = (), budgets: Sequence[str] = ()) -> str:
     """Return a Markdown table from the CSV files of these names, with a row per method and budget:
-    Full first, then the methods by their mean score. `methods`: presets to show beside Full; none
-    for all."""
+    Full first, then the methods by their mean score. `methods`: presets to show beside Full;
+    `budgets`: percents of the prompt to show. None means all."""
     rows = pd.concat([pd.read_csv(PUBLISHED / f"{name}.csv").map(unescaped) for name in names], ignore_index=True)
     if methods:
         rows = rows[rows["presets.method"].isin(["full", *methods])]
+    if budgets:
+        percents = (100 * rows["budget.asked"]).round()
+        rows = rows[percents.isna() | percents.isin([*map(float, budgets)])]
     rows = rows.drop_duplicates(["label", "budget.asked"]).dropna(axis="columns", how="all").copy()
     variants = rows.groupby("presets.method")["label"].transform("nunique") > 1
     rows["method"] = rows["label"].where(variants, rows["presets.method"])
