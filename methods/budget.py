@@ -82,7 +82,7 @@ class Budget:
 
     def rows(self, sealed: int, layer: int) -> int | None:
         """Return how many rows a KV head of layer number `layer` may hold, prompt and answer
-        together, under a method whose budget counts both (`Method.counts_answer`), after a prompt
+        together, under a method whose budget counts both (`CountedAnswer`), after a prompt
         of `sealed` tokens. A share is a share of the prompt; a share of 1 gives None: any number."""
         if (tokens := self.tokens(sealed, layer)) < sealed:
             return tokens

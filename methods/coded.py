@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from methods.base import CacheState, Cost, KVLayer, LayerSpec, LayerWorkload, Method
+from methods.abilities.kept_codec import KeptCodec, encode
+from methods.base import CacheState, Cost, KVLayer, LayerSpec, LayerWorkload, Method, Takes
 from methods.layers import Layer
 from methods.parts import costs
 
@@ -23,7 +24,7 @@ class CodedLayer(Layer, capturable=True):
     def seal(self) -> None:
         super().seal()
         if self.request.codec is not None:
-            self.encode()
+            encode(self)
             self.prompt_rows = self.store.length
 
 
@@ -33,7 +34,7 @@ class Coded(Method):
     request's codec. It has no parameters."""
 
     uses_budget: ClassVar[bool] = False
-    encodes: ClassVar[bool] = True
+    takes: ClassVar[Takes] = {KeptCodec: None}
 
     def cost(self, case: LayerWorkload) -> Cost:
         return costs.dense(case) + costs.sent_away(case, case.sealed, case.sealed)

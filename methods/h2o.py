@@ -22,7 +22,8 @@ from torch import Tensor
 
 from kernels import ops, sink_logits
 from kernels.reference import Segment
-from methods.base import AttnInput, Cost, CostError, LayerWorkload, Plan
+from methods.abilities.kept_codec import KeptCodec
+from methods.base import AttnInput, Cost, CostError, LayerWorkload, Plan, Takes
 from methods.layers import Keep, Padded, Storage, between_ends, ends
 from methods.layers.windowed import Windowed
 from methods.parts import costs
@@ -121,7 +122,7 @@ class H2O(Windowed):
     none, or 1/128 (`literal`) or 1/256 (`bytes`) of the prompt."""
 
     policies = (H2OKeep,)
-    encodes: ClassVar[bool] = True
+    takes: ClassVar[Takes] = {KeptCodec: None}
 
     sinks: int = 0
     recent_ratio: float = 0.5

@@ -37,7 +37,18 @@ from kernels.partial import narrowed as narrowed_queries
 from kernels.per_sequence import CountedOnDevice, PerSequence
 from kernels.ragged import Ragged, filled, leading
 from kernels.reference import Segment
-from methods.base import Attended, AttnInput, CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload
+from methods.abilities.kept_codec import KeptCodec
+from methods.base import (
+    Attended,
+    AttnInput,
+    CacheState,
+    Cost,
+    Grids,
+    KVLayer,
+    LayerSpec,
+    LayerWorkload,
+    Takes,
+)
 from methods.base.pieces import pieces
 from methods.base.request import QUERIES, ROTATION
 from methods.base.state import queues
@@ -319,7 +330,7 @@ class InfiniGen(PooledMethod):
 
     offloads: ClassVar[bool] = True
     asks_ahead: ClassVar[bool] = True
-    encodes: ClassVar[bool] = True
+    takes: ClassVar[Takes] = {KeptCodec: None}
     needs = (ROTATION, QUERIES)
     tunable: ClassVar[Grids] = {"alpha": (4, 8, 16, 99), "partial_ratio": (0.1, 0.2, 0.4, 1), "column_rule": ("query",)}
     alpha: float = 5.0

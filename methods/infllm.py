@@ -26,7 +26,21 @@ from torch import Tensor
 from kernels import ops
 from kernels.reference import Segment
 from kernels.sink_logits import lse_with_sink, with_sink
-from methods.base import AttnInput, CacheState, Cost, CostError, Grids, KVLayer, LayerSpec, LayerWorkload, Method, Plan
+from methods.abilities.bounded_answer import BoundedAnswer
+from methods.abilities.kept_codec import KeptCodec
+from methods.base import (
+    AttnInput,
+    CacheState,
+    Cost,
+    CostError,
+    Grids,
+    KVLayer,
+    LayerSpec,
+    LayerWorkload,
+    Method,
+    Plan,
+    Takes,
+)
 from methods.base.request import ROTATION
 from methods.layers import Layer, Select, Storage, ends
 from methods.parts import costs
@@ -248,9 +262,8 @@ class InfLLM(Method):
     parameters. conf/method/infllm.yaml explains each."""
 
     offloads: ClassVar[bool] = True
-    encodes: ClassVar[bool] = True
+    takes: ClassVar[Takes] = {KeptCodec: None, BoundedAnswer: "its window slides over these"}
     dense_prefill: ClassVar[bool] = False
-    generated_refusal: ClassVar[str | None] = "its window slides over these"
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "n_init", "recent_ratio": "local_ratio"}
     needs = (ROTATION,)
     tunable: ClassVar[Grids] = {"n_init": (4, 64), "block": (8, 32), "local_ratio": (0.25, 0.75), "repr_topk": (1, 8)}

@@ -20,7 +20,7 @@ keys (share=head: all), since layers differ by up to 2 keys. A test compares wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -29,8 +29,11 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.sink_logits import softmax
+from methods.abilities.kept_codec import KeptCodec
+from methods.abilities.repeat import Piece, Repeat
 from methods.adakv import whole_shares
 from methods.base import (
+    Ability,
     AttnInput,
     CacheState,
     Cost,
@@ -38,15 +41,12 @@ from methods.base import (
     KVLayer,
     LayerSpec,
     LayerWorkload,
-    Piece,
-    RepeatPrompts,
+    Takes,
 )
 from methods.layers import Evict, Layer, PolicyMethod
 from methods.parts import costs
 
-BEFORE = 8  # last tokens of a piece, with which the question for the next one ends
 QUERIES = 64  # whose weights are computed at a time
-WORDS = 40  # tokens that ask for a repetition, about
 
 
 class ZipKeep(Evict, capturable=True, of_each={}):
@@ -164,8 +164,7 @@ class KVzip(PolicyMethod):
     first tokens always stay. `share`: whether all layers and heads share one budget (model), the
     heads of each layer do (layer), or every head has its own (head)."""
 
-    repeats: ClassVar[bool] = True
-    encodes: ClassVar[bool] = True
+    takes: ClassVar[Takes] = {KeptCodec: None}
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks"}
     tunable: ClassVar[Grids] = {"chunk": (500, 1000, 2000, 4000), "share": ("model", "layer", "head")}
 
@@ -182,6 +181,10 @@ class KVzip(PolicyMethod):
             raise ValueError(f"share={self.share!r} is unknown: choose model, layer or head.")
 
     @property
+    def abilities(self) -> tuple[Ability, ...]:  # type: ignore[override]
+        return (Repeat(self.chunk),)
+
+    @property
     def smallest_budget(self) -> int:
         return self.sinks + 1
 
@@ -189,22 +192,5 @@ class KVzip(PolicyMethod):
         ranking = _Ranking()
         return [Layer(spec, cache, self, ZipKeep(ranking)) for spec in specs]
 
-    def repetitions(self, prompt: Tensor, prompts: RepeatPrompts) -> Iterator[tuple[Tensor, Piece]]:
-        like = prompt.new_tensor
-        template = like(prompts.head[: prompt.shape[1] - 1])  # the last token is always repeated
-        heads = (prompt[:, : len(template)] == template).cumprod(1).sum(1).tolist()
-        if len({*heads}) > 1:
-            raise ValueError(f"Rows begin with {heads} tokens of the chat template: give KVzip one prompt at a time.")
-        head = heads[0]
-        for first in range(head, prompt.shape[1], self.chunk):
-            piece = prompt[:, first : first + self.chunk]
-            asked = like(prompts.first if first == head else prompts.later).expand(len(prompt), -1)
-            before = prompt[:, max(head, first - BEFORE) : first]
-            answer = like(prompts.answer).expand(len(prompt), -1)
-            yield torch.cat([asked, before, answer, piece], 1), Piece(head, first, first + piece.shape[1])
-
     def cost(self, case: LayerWorkload) -> Cost:
         return costs.dense(case) if self.reads_whole(case) else costs.evict(case, case.budget)
-
-    def repeated_tokens(self, sealed: int) -> int:
-        return min(self.chunk, sealed) + WORDS

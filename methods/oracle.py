@@ -17,14 +17,14 @@ from torch import Tensor
 from kernels import ops
 from kernels.ragged import filled, spanned
 from kernels.sink_logits import softmax
-from methods.base import Cost, LayerWorkload, Plan
+from methods.abilities.mass import Mass
+from methods.base import Cost, LayerWorkload, Plan, Takes
 from methods.layers import Select
-from methods.layers.read import PRUNED
 from methods.layers.windowed import Windowed
 from methods.parts import costs
 
 
-class OracleRead(Select, capturable=True, of_each=PRUNED):
+class OracleRead(Select, capturable=True, of_each={}):
     """Read in each step the tokens with the largest true attention weights, summed over the query
     heads of a KV head."""
 
@@ -59,7 +59,7 @@ class Oracle(Windowed):
 
     policies = (OracleRead,)
     rows_stay: ClassVar[bool] = True
-    mass_refusal: ClassVar[str | None] = None
+    takes: ClassVar[Takes] = {Mass: None}
 
     sinks: int = 32
     recent_ratio: float = 0.5

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.reference import Segment, pq_held
-from methods.base import AttnInput, Cost, CostError, Grids, LayerSpec, LayerWorkload, Plan
+from methods.abilities.kept_codec import KeptCodec
+from methods.abilities.mass import Mass
+from methods.base import AttnInput, Cost, CostError, Grids, LayerSpec, LayerWorkload, Plan, Takes
 from methods.base.state import queues
 from methods.layers import Select
-from methods.layers.read import PRUNED
 from methods.layers.windowed import Windowed
 from methods.parts import block_cache, costs
 from methods.parts.block_cache import BlockCache
@@ -35,7 +36,7 @@ from methods.tiers.tier import DEVICE
 from methods.tiers.transfer import Arrival
 
 
-class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2, "held": 2, **PRUNED}):
+class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2, "held": 2}):
     """Read in each step the prompt tokens with the largest softmax weights, as product-quantised
     keys approximate them."""
 
@@ -104,7 +105,6 @@ class PQCache(Windowed):
 
     policies = (PQRead,)
     offloads: ClassVar[bool] = True
-    encodes: ClassVar[bool] = True
     rows_stay: ClassVar[bool] = True
     tunable: ClassVar[Grids] = {**Windowed.tunable, "m": (1, 2, 4, 8), "b": (4, 6, 8)}
 
@@ -144,8 +144,9 @@ class PQCache(Windowed):
             )
 
     @property
-    def mass_refusal(self) -> str | None:
-        return "cache_tokens keeps blocks that were read as a whole" if self.cache_tokens else None
+    def takes(self) -> Takes:  # type: ignore[override]
+        whole = "cache_tokens keeps blocks that were read as a whole" if self.cache_tokens else None
+        return {Mass: whole, KeptCodec: None}
 
     @property
     def calibration_tokens(self) -> int:

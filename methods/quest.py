@@ -26,14 +26,27 @@ from kernels import ops
 from kernels.ragged import filled, leading
 from kernels.reference import Segment
 from kernels.sink_logits import with_sink
-from methods.base import Attended, AttnInput, CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, Method
+from methods.abilities.kept_codec import KeptCodec
+from methods.abilities.mass import Mass
+from methods.base import (
+    Attended,
+    AttnInput,
+    CacheState,
+    Cost,
+    Grids,
+    KVLayer,
+    LayerSpec,
+    LayerWorkload,
+    Method,
+    Takes,
+    over_steps,
+)
 from methods.budget import check_layers
 from methods.layers import Layer, Read, gather_per_head
-from methods.layers.read import PRUNED
 from methods.parts import costs
 
 
-class QuestRead(Read[int], capturable=True, of_each={"bounds": 2, **PRUNED}):
+class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
     """Read in each step as many pages of prompt tokens as the budget holds, those whose keys could
     reach the largest logits. The prompt's last page may be shorter. Each KV head chooses for
     itself, or each query head."""
@@ -65,7 +78,7 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2, **PRUNED}):
     def read(self, x: AttnInput, plan: int) -> Tensor:
         rows = self.chosen(x.q, plan)
         (since,) = self.always_read()
-        if self.weighs:
+        if self.weights is not None:
             there = rows.clamp(max=self.sealed - 1) if self.uneven else rows
             return self.attend(x.q, self.weighted(self._pages(there)), since)
         if self.uneven:
@@ -119,19 +132,21 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2, **PRUNED}):
 
     @property
     def attended(self) -> Attended:
-        if self.weighs:
-            return super().attended
-        read, generated = self.reading[0], super().attended.generated
-        return Attended(read.mean().item() if isinstance(read, Tensor) else read, generated)
+        whole, counts = super().attended, self._counts()
+        return whole if counts is None else whole._replace(prompt=counts.mean().item())
 
-    @property
-    def reading(self) -> tuple[float | Tensor, float | Tensor]:
-        if self.weighs:
-            return super().reading
-        whole = super().attended
-        if self.uneven and self.plan is not None and self.rows is not None:
-            return (self.rows < self.sealed).sum(-1).double().mean(1), whole.generated
-        return whole
+    def readings(self, steps: int) -> tuple[float | Tensor, float | Tensor]:
+        counts = self._counts()
+        if counts is None:
+            return super().readings(steps)
+        return over_steps(steps, counts, super().attended.generated)
+
+    def _counts(self) -> Tensor | None:
+        """Return how many prompt tokens the last step read [B], the mean over heads, where heads read
+        different numbers of them; None where they read equally many."""
+        if self.weights is not None or not self.uneven or self.plan is None or self.rows is None:
+            return None
+        return (self.rows < self.sealed).sum(-1).double().mean(1)
 
     def away(self, plan: int) -> tuple[int, int]:
         return 0, self.sealed
@@ -150,9 +165,8 @@ class Quest(Method):
     choose. `last_page`: whether the prompt's last page is always read."""
 
     offloads: ClassVar[bool] = True
-    encodes: ClassVar[bool] = True
     rows_stay: ClassVar[bool] = True
-    mass_refusal: ClassVar[str | None] = None
+    takes: ClassVar[Takes] = {Mass: None, KeptCodec: None}
     tunable: ClassVar[Grids] = {"page_size": (4, 8, 16, 32), "last_page": (True, False)}
 
     page_size: int = 16

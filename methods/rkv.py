@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize
 
 from kernels import ops
-from methods.base import Grids, Plan
+from methods.abilities.bounded_answer import CountedAnswer
+from methods.abilities.last_queries import EvictsWhileDecoding, LastQueries
+from methods.base import Ability, Grids, Plan
 from methods.base.pieces import pieces
 from methods.layers import between_ends
-from methods.layers.last_queries import EvictsWhileDecoding, LastQueries
 
 SIMILAR = 0.5  # cosine similarity of two keys from which the later token may stand for the earlier one
 KEYS_AT_ONCE = 256  # rows of the matrix of similarities that are computed together
@@ -99,5 +100,5 @@ class RKV(EvictsWhileDecoding):
         return self.window + 1
 
     @property
-    def extra_rows(self) -> int:
-        return self.buffer
+    def abilities(self) -> tuple[Ability, ...]:  # type: ignore[override]
+        return (CountedAnswer(self.buffer),)

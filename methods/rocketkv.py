@@ -29,7 +29,8 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.ragged import leading
-from methods.base import Cost, Grids, LayerSpec, LayerWorkload, Plan
+from methods.abilities.kept_codec import KeptCodec
+from methods.base import Cost, Grids, LayerSpec, LayerWorkload, Plan, Takes
 from methods.layers import Select
 from methods.parts import costs
 from methods.quest import page_bounds
@@ -92,7 +93,7 @@ class RocketKV(SnapKV):
 
     policies = (RocketKeep, RocketRead)
     offloads: ClassVar[bool] = True
-    encodes: ClassVar[bool] = True
+    takes: ClassVar[Takes] = {KeptCodec: None}
     tunable: ClassVar[Grids] = {**SnapKV.tunable, "kernel": (1, 3, 7, 15, 31, 63, 95)}
 
     kernel: int = 63

@@ -18,9 +18,10 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kernels import ops
 from kernels.sink_logits import column_sums
-from methods.base import Cost, Grids, LayerWorkload, Plan
+from methods.abilities.kept_codec import KeptCodec
+from methods.abilities.last_queries import LastQueries
+from methods.base import Cost, Grids, LayerWorkload, Plan, Takes
 from methods.layers import Policy, PolicyMethod, between_ends
-from methods.layers.last_queries import LastQueries
 from methods.parts import costs
 from methods.pools import KVStore
 
@@ -62,7 +63,7 @@ class SnapKV(PolicyMethod):
     whether each KV head or each query head keeps tokens of its own."""
 
     policies: ClassVar[tuple[type[Policy], ...]] = (SnapKeep,)
-    encodes: ClassVar[bool] = True
+    takes: ClassVar[Takes] = {KeptCodec: None}
     tunable: ClassVar[Grids] = {
         "window": (8, 16, 32, 64),
         "kernel": (1, 3, 5, 7, 11, 15, 23, 31),

@@ -26,7 +26,8 @@ from torch import Tensor
 from kernels import ops
 from kernels.mean_value import with_mean
 from kernels.reference import Segment
-from methods.base import AttnInput, Cost, CostError, Grids, LayerSpec, LayerWorkload, Plan
+from methods.abilities.kept_codec import KeptCodec
+from methods.base import AttnInput, Cost, CostError, Grids, LayerSpec, LayerWorkload, Plan, Takes
 from methods.layers import Select
 from methods.layers.windowed import Windowed
 from methods.parts import costs
@@ -152,8 +153,8 @@ class SparQ(Windowed):
             raise ValueError(f"r={self.r} must be at least 1: it is the number of channels of a key that are read.")
 
     @property
-    def encodes(self) -> bool:
-        return self.channel_copy  # without it, channels are read from plain keys
+    def takes(self) -> Takes:  # type: ignore[override]
+        return {KeptCodec: None} if self.channel_copy else {}  # without it, channels are read from plain keys
 
     def cost(self, case: LayerWorkload) -> Cost:
         if self.reads_whole(case):

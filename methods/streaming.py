@@ -17,7 +17,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from kernels.rope import rotate_by
-from methods.base import Cost, Grids, LayerWorkload
+from methods.abilities.kept_codec import KeptCodec
+from methods.base import Cost, Grids, LayerWorkload, Takes
 from methods.base.request import ROTATION
 from methods.layers import Keep, PolicyMethod
 from methods.parts import costs
@@ -65,7 +66,7 @@ class Streaming(PolicyMethod):
     positions."""
 
     policies = (StreamingKeep,)
-    encodes: ClassVar[bool] = True
+    takes: ClassVar[Takes] = {KeptCodec: None}
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks"}
     tunable: ClassVar[Grids] = {"sinks": (1, 4, 16, 64), "positions": ("cache", "original")}
     sinks: int = 4

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.sink_logits import column_sums
+from methods.abilities.last_queries import EvictsWhileDecoding, LastQueries
 from methods.base import Plan
 from methods.layers import between_ends
-from methods.layers.last_queries import EvictsWhileDecoding, LastQueries
 
 
 class TOVAKeep(LastQueries, capturable=True, of_each={}):

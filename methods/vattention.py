@@ -34,10 +34,12 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.reference import Segment
-from methods.base import Cost, Grids, LayerWorkload, Plan
+from methods.abilities.kept_codec import KeptCodec
+from methods.base import Cost, Grids, LayerWorkload, Plan, Takes
 from methods.layers import Select
 from methods.layers.indices import first_places
 from methods.layers.layer import PolicyMethod
+from methods.layers.weights import ChoiceWeights, always_lse
 from methods.parts import costs
 
 _STEP, _MIX = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # SplitMix64
@@ -50,10 +52,6 @@ class VAttentionRead(Select, capturable=True):
 
     method: VAttention
     keys: Tensor | None = None  # [B G M D], the middle keys, if their rows have left the store
-
-    @property
-    def weighs(self) -> bool:
-        return True
 
     def split(self, budget: int) -> Plan:
         return self.method.split(budget)
@@ -72,7 +70,7 @@ class VAttentionRead(Select, capturable=True):
         drawn again has no weight, and the first draw stands for all."""
         keys, scale = self.middle().k if self.keys is None else self.keys, self.spec.scale
         grouped, among = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1), keys.shape[2]
-        always = self.always_lse(grouped)
+        always = always_lse(self.always_read(), grouped, self.spec)
         logits = ops.row_scores(grouped, keys) * scale
         lse = torch.logaddexp(always, logits.logsumexp(-1))
         weights, always = (logits - lse.unsqueeze(-1)).exp(), (always - lse).exp()  # [B G g M], [B G g]
@@ -94,7 +92,8 @@ class VAttentionRead(Select, capturable=True):
         first = first_places(torch.where(counts, drawn, -1))
         times = torch.zeros(drawn.shape, device=q.device).scatter_add_(2, first, counts.float())
         added = (times * (among / size)).log().masked_fill(~counts | (first != place), float("-inf"))
-        self.log_weights = torch.cat([added.new_zeros(best.shape), added], -1)
+        assert self.weights is not None
+        self.weights.log_weights = torch.cat([added.new_zeros(best.shape), added], -1)
         return torch.cat([best, drawn], -1)
 
     def _draws(self, count: int, among: int) -> Tensor:
@@ -130,9 +129,9 @@ class VAttention(PolicyMethod):
     the base sample, as a share of the tokens between sinks and window. `select_per`: whether query
     heads or KV heads choose."""
 
-    policies = (VAttentionRead,)
+    policies = (VAttentionRead, ChoiceWeights)
     offloads: ClassVar[bool] = True
-    encodes: ClassVar[bool] = True
+    takes: ClassVar[Takes] = {KeptCodec: None}
     rows_stay: ClassVar[bool] = True
     window_names = {"sinks": "sinks"}  # noqa: RUF012 (as in Method)
     tunable: ClassVar[Grids] = {"epsilon": (0.05, 0.1, 0.2, 0.4), "top_ratio": (0.25, 0.5, 0.75)}

@@ -71,6 +71,7 @@ EVALS_KNOWN_TO_THE_HARNESS = (
     "evals.stats",
 )
 METHODS_KNOWN_TO_THE_HARNESS = (
+    "methods.abilities",
     "methods.base",
     "methods.budget",
     "methods.full",
@@ -86,6 +87,7 @@ METHOD_ROOMS = (
     "pools",
     "parts",
     "layers",
+    "abilities",
 )  # of methods/, each imports from those before it; on top stand the methods
 
 

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
@@ -28,8 +28,11 @@ from harness.engine.cache import KVCache, UnsupportedError
 from harness.engine.hf import forget_trial, is_routed, layer_specs, routed
 from harness.engine.loop import STEP, LoopCache, LoopCalls, LoopUsage
 from harness.engine.rotation import text_rotary
+from harness.engine.second_reading import Repeating, Run, SecondReading
 from harness.engine.weights import checksum, parts
 from harness.models.devices import note_devices, wait_for
+from methods.abilities import ability, asked, refuse
+from methods.abilities.repeat import Repeat, RepeatPrompts
 from methods.base import (
     AttnInput,
     Budget,
@@ -40,7 +43,6 @@ from methods.base import (
     LayerSpec,
     LayerWorkload,
     Method,
-    RepeatPrompts,
     Request,
     refuse_other_than_method,
 )
@@ -52,7 +54,6 @@ from methods.tiers.pinned_memory import PinnedReservation
 from methods.tiers.tier import DEVICE, HOST, TIERS
 from methods.tiers.transfer import shared_engine
 
-Run = Callable[[Tensor, KVCache], object]  # a forward of token ids [B T]
 AnyCache = TypeVar("AnyCache", bound=KVCache)
 _Prepared = dict[tuple[object, ...], tuple[object, float]]  # by method, weights and the calibration text that it needs
 _prepared: WeakKeyDictionary[PreTrainedModel, _Prepared] = WeakKeyDictionary()
@@ -86,13 +87,14 @@ class Attachment:
         name = type(method).__name__
         if placement != DEVICE and not method.offloads:
             raise ValueError(f"{name} keeps nothing on the {placement}: use placement=device with it.")
-        if codec is not None and not method.encodes:
-            raise ValueError(f"{name} has nothing that a codec is meant for: use it without one.")
         self.model = model
         self.method = method
         given = budget if isinstance(budget, Budget) or budget is None else Budget(budget)
-        method.require_budget(given)
+        if given is None:
+            method.check(None)
         self.budget = given if method.uses_budget else None
+        self.abilities = asked(self.budget, codec)
+        refuse(method, self.abilities)
         self.reuse_steps = reuse_steps
         self.placement = placement
         self.codec, self.disk, self.capacity = codec, disk, capacity
@@ -146,10 +148,10 @@ class Attachment:
             reuse_steps=self.reuse_steps,
             placement=self.placement,
             codec=self.codec,
+            abilities=self.abilities,
             disk=self.disk,
             prepared=self.prepared,
             grows=grows,
-            repeat_prompts=self.repeat_prompts,
         )
 
     def start(self, kind: type[AnyCache], *, capacity: int, batch: int = 1, grows: bool = False) -> AnyCache:
@@ -165,21 +167,21 @@ class Attachment:
         cache = kind(start_layers(self.model_specs, state, self.method.start), state)
         cache.rotary = self.rotary
         cache.closes_early = request.placement != DEVICE or self.method.closes_early
-        cache.read_again = partial(self.read_again, self._run) if self.method.repeats else None
+        if ability(self.method, Repeat) is not None:
+            cache.before_seal = SecondReading(self.read_again, self._run)
         return cache
 
     def read_again(self, run: Run, cache: KVCache, prompt: Tensor) -> None:
         """Have the model read the complete prompt [B S] of `cache` again, as the method asks for
-        (`Method.repetitions`); nothing of it is stored. `run`: a forward of the model. A prompt that
+        (`Repeat`); nothing of it is stored. `run`: a forward of the model. A prompt that
         is read whole is not repeated. Raise `ValueError` where every layer slides over fewer tokens
         than prompt and repetition have together."""
-        tokens, asked = prompt.shape[1], self.budget
-        if asked is None or all(self.method.reads_all(tokens, asked.tokens(tokens, x.index)) for x in self.specs):
+        tokens, budget, repeat = prompt.shape[1], self.budget, ability(self.method, Repeat)
+        if budget is None or all(self.method.reads_all(tokens, budget.tokens(tokens, x.index)) for x in self.specs):
             return
-        for ids, piece in self.method.repetitions(prompt, self.repeat_prompts):
+        for ids, piece in () if repeat is None else repeat.pieces(prompt, self.repeat_prompts):
             check_length(self.method, self.model_specs, tokens + ids.shape[1])
-            with cache.repeating(piece):
-                run(ids, cache)
+            run(ids, Repeating(cache, piece))
 
     def _run(self, ids: Tensor, cache: KVCache) -> object:
         places = cache.positions(ids.shape[1], ids.device)

@@ -7,25 +7,25 @@ of tokens in a forward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
 from harness.engine.copies import copied_into
+from harness.engine.fed_text import FedText
 from harness.engine.rotation import TextRotary
 from harness.models.devices import current
 from kernels.step_inputs import StepInputs
-from methods.base import AttnInput, CacheState, KVLayer, NextRow, Piece
+from methods.base import AttnInput, CacheState, KVLayer, NextRow
 from methods.base.state import StepCounters
 from methods.layers.returned import check_rows, unwritten
 from methods.tiers.traffic import Traffic
 
-Read = Callable[["KVCache", Tensor], None]  # lets the model read a prompt again, ids [B S]
 State = Callable[[int], Mapping[str, Tensor]]  # waits for the state of a layer and returns it
 
 
@@ -37,6 +37,16 @@ class RoomError(ValueError):
     """Report that more sequences or tokens arrive than a cache was made for."""
 
 
+class BeforeSeal(Protocol):
+    """Define what a cache is given that does something when its first prompt is complete."""
+
+    def note(self, ids: Tensor) -> None:
+        """Take note of token ids [B T] of the prompt, which are fed next."""
+
+    def __call__(self, cache: KVCache) -> None:
+        """Do it, with all layers of `cache` still open."""
+
+
 class KVCache(Cache):
     """Serve as the model's `past_key_values`: one `KVLayer` of the method for each layer. Call
     `seal` after the prompt, and `open_turn` before a further turn."""
@@ -46,10 +56,8 @@ class KVCache(Cache):
     free = 0  # free slots of such a step
     closes_early = False  # a layer closes as soon as the prompt is complete in it
     rotary: TextRotary | None = None  # rotates the text by its length; None if all texts are rotated alike
-    prompt_tokens = 0  # length of the whole text up to the answer, where `rotary` needs it
     recomputed = 0  # how often the text was computed again because it outgrew its rotation
-    read_again: Read | None = None  # has the model repeat the first prompt; None: its method learns nothing from that
-    piece: Piece | None = None  # what the forward that is under way repeats of the prompt
+    before_seal: BeforeSeal | None = None  # what an ability does with the first prompt when it is complete
 
     def __init__(self, layers: Sequence[KVLayer], state: CacheState) -> None:
         """`state`: what all layers share, such as the request and the counts of steps and traffic;
@@ -66,19 +74,16 @@ class KVCache(Cache):
         self.closed_s = 0.0  # seconds that these took
         self._arriving = 0  # tokens of the forward that is under way
         self._hooked: int | None = None  # the layer whose attention call is being prepared
-        self.stages: set[int] = set()  # stages of rotation of the tokens so far (`TextRotary.stage`)
-        self._text: list[Tensor] = []  # [B T] each, the pieces of the text that are known
-        self._prompt: list[Tensor] = []  # [B T] each, the pieces of the first prompt, if `read_again` needs them
+        self.fed = FedText()  # what is known of the text, where `rotary` needs it
 
     def seal(self) -> None:
         """End the prompt: seal all layers that have not closed yet. When a layer is sealed, its
         method chooses, indexes or moves what the prompt has left; from then on tokens come one at a
         time."""
         self.await_layers()
-        if self.read_again is not None and 0 < sum(part.shape[1] for part in self._prompt) == self.num_tokens:
-            self.read_again(self, torch.cat(self._prompt, 1))
-        self.read_again = None
-        self._prompt.clear()
+        if self.before_seal is not None:
+            self.before_seal(self)
+        self.before_seal = None
         for layer in range(len(self.layers)):
             if layer not in self._closed:
                 self.close(layer)
@@ -128,7 +133,7 @@ class KVCache(Cache):
         for layer, state in zip(self.layers, contents, strict=True):
             layer.restore(state)
         self.num_tokens = int(contents[0]["seen"])
-        self._further = True
+        self._further, self.before_seal = True, None
         self.open_turn()
 
     def refill_by_layer(self, tokens: int, state: State) -> None:
@@ -137,7 +142,7 @@ class KVCache(Cache):
         layer is used."""
         self._awaited = dict.fromkeys(range(len(self.layers)), state)
         self.num_tokens = tokens
-        self._further = True
+        self._further, self.before_seal = True, None
         self.open_turn()
 
     def await_layers(self) -> None:
@@ -152,24 +157,8 @@ class KVCache(Cache):
         """Prepare for a forward of the model, of which no token has arrived yet. `ids` [B T]: its
         tokens, if they are known."""
         self._arriving = 0
-        if ids is not None:
-            self.note_prompt(ids)
-
-    def note_prompt(self, ids: Tensor) -> None:
-        """Remember token ids [B T] of the first prompt, if the model is to read it again before the
-        seal."""
-        if self.read_again is not None and self.piece is None and not (self.sealed or self._further):
-            self._prompt.append(ids)
-
-    @contextmanager
-    def repeating(self, piece: Piece) -> Iterator[None]:
-        """Let the forward in the block repeat a piece of the prompt: layers attend to what they hold
-        and store nothing, and no token is counted."""
-        self.piece = piece
-        try:
-            yield
-        finally:
-            self.piece = None
+        if ids is not None and self.before_seal is not None:
+            self.before_seal.note(ids)
 
     def end(self) -> None:
         """Count the tokens of a forward of the model that has ended, once its layers have done what
@@ -180,61 +169,42 @@ class KVCache(Cache):
     def expect_text(self, ids: Tensor) -> None:
         """Set the whole text up to the answer, ids [B S], for models whose rotation depends on the
         length of the text: it is rotated as one text, in whatever pieces it is fed."""
-        self.prompt_tokens, self._text = ids.shape[1], [ids]
-
-    def take_text(self, other: KVCache) -> None:
-        """Take over the whole text up to the answer that was set on another cache (`expect_text`),
-        for a cache that replaces that one."""
-        self.prompt_tokens, self._text = other.prompt_tokens, list(other._text)
+        self.fed.set(ids)
 
     def note_text(self, ids: Tensor, *, prompt: bool = False) -> None:
         """Remember the token ids [B T] that are fed next, unless they belong to a text set by
         `expect_text`. `prompt`: they belong to no answer."""
-        if self.known_text == self.num_tokens:
-            self._text.append(ids)
+        if self.fed.known == self.num_tokens:
+            self.fed.parts.append(ids)
         if prompt:
-            self.prompt_tokens = max(self.prompt_tokens, self.num_tokens + ids.shape[1])
-
-    @property
-    def known_text(self) -> int:
-        """Return how many tokens of the text were set or noted (`expect_text`, `note_text`)."""
-        return sum(part.shape[1] for part in self._text)
-
-    def text(self, ids: Tensor) -> Tensor:
-        """Return the whole text [B S], with the token ids [B T] that are fed next."""
-        if self.known_text < self.num_tokens:
-            raise UnsupportedError(
-                f"The text outgrows {self.num_tokens} tokens, at which this model computes all of it anew, and the "
-                "cache was not told the text: call cache.expect_text(ids) with the ids of all tokens so far."
-            )
-        return torch.cat([torch.cat(self._text, 1)[:, : self.num_tokens], ids.to(self._text[0].device)], 1)
+            self.fed.prompt_tokens = max(self.fed.prompt_tokens, self.num_tokens + ids.shape[1])
 
     def text_lengths(self, arriving: int) -> list[int]:
         """Return the lengths of the texts to which the next tokens belong, by which the model
         rotates them: one number for all rows, or one per row."""
-        return [self.note_length(self.num_tokens + (arriving if self.piece is None else 0))]
+        return [self.note_length(self.num_tokens + arriving)]
 
     def note_length(self, tokens: int) -> int:
         """Return the length of the text by which the next forward is rotated, whose last token is
         number `tokens`: the whole prompt, or the tokens so far where they are more. It is noted for
         `fits`."""
-        length = max(self.prompt_tokens, tokens)
+        length = max(self.fed.prompt_tokens, tokens)
         if self.rotary is not None:
-            self.stages.add(self.rotary.stage(length))
+            self.fed.stages.add(self.rotary.stage(length))
         self.counters.text_tokens = length
         return length
 
     def fits(self, tokens: int) -> bool:
         """Return whether all that the cache holds is rotated as it would be in a text of `tokens`
         tokens."""
-        return self.rotary is None or self.stages <= {self.rotary.stage(tokens)}
+        return self.rotary is None or self.fed.stages <= {self.rotary.stage(tokens)}
 
     @property
     def outgrows(self) -> bool:
         """Return whether the next token makes the text too long for the rotation of the stored
         keys, so that `model.generate` computes the whole text again with it (LongRoPE in Phi-3)."""
         border = None if self.rotary is None else self.rotary.drops_at
-        return border is not None and self.num_tokens == border and self.prompt_tokens <= border
+        return border is not None and self.num_tokens == border and self.fed.prompt_tokens <= border
 
     @property
     def members(self) -> tuple[KVCache, ...]:
@@ -294,8 +264,6 @@ class KVCache(Cache):
 
     def attend(self, layer: int, x: AttnInput) -> Tensor:
         """Compute attention of one layer. Return [B H T D]."""
-        if self.piece is not None:
-            return self.layers[layer].repeat(x, self.piece)
         if not self._arriving:
             self.expect(x.k.shape[0], x.k.shape[2])
         if not self.sealed:

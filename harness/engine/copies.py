@@ -27,7 +27,6 @@ def copied_into(fresh: Any, cache: Any, memo: dict[int, Any]) -> None:
     """Give `fresh`, a cache without attributes, a copy of all that `cache` holds. Rows that are on
     their way are waited for. `memo`: that of `copy.deepcopy`."""
     memo[id(cache)] = fresh
-    memo[id(cache.read_again)] = cache.read_again
     visited = set[int]()
     for held in vars(cache).values():
         _share(held, memo, visited)

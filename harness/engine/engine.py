@@ -23,11 +23,12 @@ from harness.engine.attach import Attachment
 from harness.engine.batch.cache import SlotsCache
 from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.running_sequence import Generation, RunningSequence, Stop
-from harness.engine.cache import KVCache
+from harness.engine.cache import KVCache, UnsupportedError
 from harness.engine.fidelity import Fidelity
 from harness.engine.forward import by_blocks, nothing
 from harness.engine.graph import CapturedStep, KeptSteps, StepCapture, capture_refusal
 from harness.engine.sampling import Sampler
+from harness.engine.second_reading import SecondReading
 from harness.engine.trace import Tracer
 from harness.models.base import DTYPES
 from harness.models.devices import usual_chunk, wait_for
@@ -162,8 +163,8 @@ class Engine:
         batch, capacity = prompt.shape[0], prompt.shape[1] + max_new_tokens
         cache = self.attachment.start(KVCache, capacity=capacity, batch=batch)
         cache.expect_text(prompt)
-        if cache.read_again is not None:
-            cache.read_again = partial(self.attachment.read_again, self.run)
+        if isinstance(cache.before_seal, SecondReading):
+            cache.before_seal.run = self.run
         if self.fidelity:
             cache.watch = Fidelity(self.attachment.model_specs, cache.state.request, self.fidelity, shared)
         return cache
@@ -193,8 +194,13 @@ class Engine:
         What was sealed before a question was read is sealed without it again, and the rest of the
         text is fed token by token. `cache` stays the same object, with fresh layers; bytes that
         move meanwhile count in no step."""
-        text, sealed = cache.text(ids), cache.sealed_tokens
-        asked = sealed < cache.prompt_tokens
+        if cache.fed.known < cache.num_tokens:
+            raise UnsupportedError(
+                f"The text outgrows {cache.num_tokens} tokens, at which this model computes all of it anew, and the "
+                "cache was not told the text: call cache.expect_text(ids) with the ids of all tokens so far."
+            )
+        text, sealed = cache.fed.followed_by(cache.num_tokens, ids), cache.sealed_tokens
+        asked = sealed < cache.fed.prompt_tokens
         recomputed = cache.recomputed + 1
         capacity, traffic, watched = cache.capacity, cache.traffic.copy(), cache.watch is not None
         vars(cache).clear()  # frees what it holds before as much is made again

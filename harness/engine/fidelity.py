@@ -131,7 +131,7 @@ class Fidelity:
         try:
             for length, steps in groupby(zip(self.lengths, self.fed, strict=True), key=itemgetter(0)):
                 ids = torch.cat([fed for _, fed in steps], 1)
-                cache.prompt_tokens = length
+                cache.fed.prompt_tokens = length
                 parts.append(model(ids, past_key_values=cache, use_cache=True, logits_to_keep=ids.shape[1]).logits)
         finally:
             for layer in self.whole:

@@ -77,7 +77,7 @@ class BlockForward:
             raise UnsupportedError(
                 "Weights of the model were replaced, moved or converted after this engine was made: make a new Engine."
             )
-        cache.begin(torch.cat(list(chunks), 1) if cache.read_again is not None else None)
+        cache.begin(torch.cat(list(chunks), 1) if cache.before_seal is not None else None)
         if len(chunks) > 1:
             cache.expect(len(chunks[0]), sum(ids.shape[1] for ids in chunks))
         inputs = [embedding(ids, self.embedding) for ids in chunks]

@@ -66,7 +66,7 @@ class LoopCache(KVCache):
         self.usage.fallback = self.fallback or self.usage.fallback
 
     def begin(self, ids: Tensor | None = None) -> None:
-        if ids is not None and self.read_again is not None and self._is_step(ids.shape[1]) and not self.sealed:
+        if ids is not None and self.before_seal is not None and self._is_step(ids.shape[1]) and not self.sealed:
             self.seal()  # here, because no forward can run within another
         super().begin(ids)
 

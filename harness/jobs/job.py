@@ -36,7 +36,10 @@ from harness.results.summary import summary_of, write_summary
 from harness.terminal.notices import SLOW_FP16, say_once
 from kernels import ops, toolchain
 from kernels.temporary import remove_abandoned
-from methods.base import Budget, Method
+from methods.abilities import ability
+from methods.abilities.bounded_answer import CountedAnswer
+from methods.abilities.repeat import Repeat
+from methods.base import Budget, Method, paper_differs
 from methods.full import Full
 
 Presets = Mapping[str, str]  # method, task, model -> the name of the yaml that the user chose
@@ -228,7 +231,7 @@ class Job:
     def facts(self) -> dict[str, Any]:
         """Return the entries of run.json that describe this run besides its configuration and do
         not depend on the machine: the task's version and metric, names of presets, cautions."""
-        described = self.model.describe()
+        described, counted = self.model.describe(), ability(self.method, CountedAnswer)
         return {
             "task_info": {"version": self.task.version, "metric": self.task.metric, "chance": self.task.chance}
             | self.task.provenance(),
@@ -238,9 +241,9 @@ class Job:
             "quantised": described.quantised and described.quantised.held(self.settings.dtype),
             "cautions": [*filter(None, [described.caution]), *chunked(self.settings, self.method)],
             "budget_use": {
-                "paper_leaves_out": self.method.paper_differs,
-                "counts": "prompt and answer" if self.method.counts_answer else "prompt",
-                "extra_rows": self.method.extra_rows,
+                "paper_leaves_out": paper_differs(self.method),
+                "counts": "prompt" if counted is None else "prompt and answer",
+                "extra_rows": 0 if counted is None else counted.extra_rows,
             },
             "simulated": self.settings.shared_prefill,
             "host_is_cpu": self.settings.device == "cpu",
@@ -261,7 +264,7 @@ def attach(loaded: LoadedModel, method: Method, budget: Budget | None, settings:
         overlap=settings.overlap == "on",
         repeat_prompts=(
             repeat_prompts(loaded.tokenizer, chat=settings.chat, keywords=settings.template_kwargs or {})  # type: ignore[arg-type]
-            if method.repeats
+            if ability(method, Repeat)
             else None
         ),
     )

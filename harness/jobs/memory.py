@@ -22,6 +22,8 @@ from harness.models.base import ARCHITECTURES, DTYPE_BYTES, ModelInfo
 from harness.terminal.tables import BYTES, scaled
 from kernels.block import TOKENS_AT_ONCE
 from kernels.rope import table_bytes
+from methods.abilities import ability
+from methods.abilities.repeat import Repeat
 from methods.base import Budget, Cost, CostError, LayerWorkload, Method
 from methods.tiers.pinned_memory import pinned_bytes, reservation_bytes
 from methods.tiers.tier import DEVICE, HOST, TIERS
@@ -335,8 +337,8 @@ def _states(info: ModelInfo, cache_spec: CacheSpec, prompt: int) -> int:
     """Return the bytes of a prompt's hidden states while one of its chunks passes through a layer.
     If the model runs layer by layer, the states of all chunks are held at once; otherwise those of
     one chunk. What a method reads again before the seal comes as one chunk."""
-    settings, repeated = cache_spec.settings, cache_spec.method.repeated_tokens(prompt)
-    rows = max(min(prompt, settings.prefill_chunk or prompt), repeated)
+    settings, repeat = cache_spec.settings, ability(cache_spec.method, Repeat)
+    rows = max(min(prompt, settings.prefill_chunk or prompt), 0 if repeat is None else repeat.tokens(prompt))
     waiting = max(prompt - rows, 0) if _by_blocks(info) else 0
     hidden, heads, groups = info.hidden_size, info.num_heads * info.head_dim, info.num_kv_heads * info.head_dim
     # in attention the residual, its norm, queries, keys, values and what they attend to live together; around the MLP

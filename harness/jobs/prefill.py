@@ -140,5 +140,6 @@ class SharedPrefill:
         logits = self.engine.prefill(front, self.prompts[:, :tokens])
         for cache, _ in self.followers:
             cache.num_tokens = front.num_tokens
-            cache.note_prompt(self.prompts[:, :tokens])
+            if cache.before_seal is not None:
+                cache.before_seal.note(self.prompts[:, :tokens])
         return logits

@@ -34,7 +34,10 @@ from harness.models.devices import choose_device, usual_chunk, usual_overlap
 from harness.prompts.prompt import MOST
 from harness.results.files import unwritable
 from harness.terminal.notices import say_once
-from methods.base import Budget, Method, PaperBudget, check_layers
+from methods.abilities import ability, asked, refuse
+from methods.abilities.kept_codec import KeptCodec
+from methods.abilities.repeat import Repeat
+from methods.base import Budget, Method, PaperBudget, check_layers, paper_differs
 from methods.full import Full
 from methods.tiers import codecs
 from methods.tiers.codec import Codec
@@ -152,13 +155,13 @@ def _idle(settings: Settings, method: Method) -> Iterator[tuple[list[str], str]]
         yield [f"windows.{name}" for name in windows if name not in method.window_names], "which has no such windows"
         if type(method).at_communication is Method.at_communication:
             yield ["comm"], "whose scoring moves nothing"
-        if not method.paper_differs:
+        if not paper_differs(method):
             yield ["budget_rule"], "whose paper counts as we do"
     if not method.offloads:
         yield ["placement", "overlap"], "which keeps nothing elsewhere"
     elif settings.placement == DEVICE:
         yield ["overlap"], f"since placement={DEVICE}"
-    if not method.encodes:
+    if KeptCodec.refusal(method):
         yield ["codec"], "which has no tokens that it is meant for"
     if not method.dense_prefill:
         yield ["shared_prefill"], "whose prefill is not Full's, so that it runs by itself"
@@ -202,7 +205,7 @@ def _check_method(settings: Settings, method: Method, info: ModelInfo) -> None:
     with plugins.naming("method", plugins.describe(method)):
         method.check_model(shapes(info)[0])
     check_layers("dense_layers", settings.dense_layers, info.num_whole_layers)
-    if settings.codec is not None and method.encodes:
+    if settings.codec is not None and not KeptCodec.refusal(method):
         try:
             codecs.codec_of(settings.codec).check(info.head_dim)
         except ValueError as error:
@@ -218,7 +221,7 @@ def resolve_for_examples(resolved: Resolved, task: Task, prompts: Prompts, info:
     settings, method, items = resolved.settings, resolved.method, prompts.items
     for note in _notes_here(settings, task, items):
         say_once(note)
-    if method.encodes and not method.uses_budget and settings.codec is None:
+    if not KeptCodec.refusal(method) and not method.uses_budget and settings.codec is None:
         say_once(f"{type(method).__name__} reads and keeps all as Full does without a codec: set codec=tq4 or another")
     limit = settings.generation.max_new_tokens
     turns = [turn for item in items for turn in item.turns]
@@ -242,16 +245,18 @@ def resolve_for_examples(resolved: Resolved, task: Task, prompts: Prompts, info:
         if isinstance(budget, AlignedBudget):
             for length in sorted({item.sealed(settings.protocol)[0] for item in items}):
                 budget.refuse(length)
+        refuse(method, asked(budget))
         method.check(budget, next((x for x in range(info.num_whole_layers) if x not in budget.dense_layers), 0))
-        if method.repeats:
-            _refuse_repetition(method, budget, max(item.sealed(settings.protocol)[0] for item in items), info)
+        if (repeat := ability(method, Repeat)) is not None:
+            longest = max(item.sealed(settings.protocol)[0] for item in items)
+            _refuse_repetition(method, budget, longest, repeat.tokens(longest), info)
     return settings
 
 
-def _refuse_repetition(method: Method, budget: Budget, longest: int, info: ModelInfo) -> None:
-    """Raise `SettingsError` if the model, to repeat its prompt of `longest` tokens, would read beyond
-    its window (`Method.repeats`)."""
-    most, needed = limit(max(info.window, info.trained_window), info.layer_windows), method.repeated_tokens(longest)
+def _refuse_repetition(method: Method, budget: Budget, longest: int, needed: int, info: ModelInfo) -> None:
+    """Raise `SettingsError` if the model, to repeat its prompt of `longest` tokens (`Repeat`), `needed`
+    at a time, would read beyond its window."""
+    most = limit(max(info.window, info.trained_window), info.layer_windows)
     layers = range(info.num_whole_layers)
     if longest + needed > most and not all(method.reads_all(longest, budget.tokens(longest, x)) for x in layers):
         raise SettingsError(

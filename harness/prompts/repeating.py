@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.prompts.prompt import NO_KEYWORDS, Chat, Keywords, Tokenizer, shell, start_tokens, tokenize, tokens_after
 from harness.prompts.thinking import ThinkingTokenizer
-from methods.base import RepeatPrompts
+from methods.abilities.repeat import RepeatPrompts
 
 WHOLE = "\n\nRepeat the previous context exactly."
 PART = "\n\nRepeat the part of the previous context exactly, starting with "

@@ -8,13 +8,14 @@ tokens, K chosen tokens, D head size, E model width. KV head i serves query head
 from __future__ import annotations
 
 from methods.base.cost import Cost, CostError, LayerWorkload
-from methods.base.layer import Attended, KVLayer
-from methods.base.method import Grids, Method, refuse_other_than_method
-from methods.base.request import AttnInput, LayerSpec, NextRow, Piece, RepeatPrompts, Request
+from methods.base.layer import Attended, KVLayer, over_steps
+from methods.base.method import Ability, Grids, Method, Takes, paper_differs, refuse_other_than_method
+from methods.base.request import AttnInput, LayerSpec, NextRow, Request
 from methods.base.state import CacheState, Checks
 from methods.budget import Budget, BudgetError, PaperBudget, Plan, check_layers
 
 __all__ = [
+    "Ability",
     "Attended",
     "AttnInput",
     "Budget",
@@ -30,10 +31,11 @@ __all__ = [
     "Method",
     "NextRow",
     "PaperBudget",
-    "Piece",
     "Plan",
-    "RepeatPrompts",
     "Request",
+    "Takes",
     "check_layers",
+    "over_steps",
+    "paper_differs",
     "refuse_other_than_method",
 ]

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from methods.base.request import AttnInput, LayerSpec, NextRow, Piece
+from methods.base.request import AttnInput, LayerSpec, NextRow
 from methods.base.state import CacheState, undeclared
 
 
@@ -20,6 +20,12 @@ class Attended(NamedTuple):
 
     prompt: float  # tokens of the sealed prompt, which the budget limits
     generated: float  # tokens since the seal, the current one included
+
+
+def over_steps(steps: int, prompt: float | Tensor, generated: float | Tensor) -> tuple[float | Tensor, float | Tensor]:
+    """Return the prompt tokens and generated tokens that `steps` steps have read, of which the last
+    one read so many: the same of the prompt, and one generated token more than the step before."""
+    return prompt * steps, generated * steps - steps * (steps - 1) // 2
 
 
 class KVLayer(ABC):
@@ -55,12 +61,6 @@ class KVLayer(ABC):
     def prefill(self, x: AttnInput) -> Tensor:
         """Store the next prompt chunk and attend causally. Return [B H T D]."""
 
-    def repeat(self, x: AttnInput, piece: Piece) -> Tensor:
-        """Attend from tokens that follow the complete prompt and end with a repetition of `piece` of
-        it, to all that is stored and among themselves, and store nothing of them. Return [B H T D].
-        It is called only for methods that have the model repeat the prompt (`Method.repeats`)."""
-        raise NotImplementedError(f"{type(self).__name__} cannot see its prompt repeated: write `repeat`.")
-
     @abstractmethod
     def seal(self) -> None:
         """Index, compress, evict or move stored tokens, now that the prompt is complete, and before
@@ -80,26 +80,13 @@ class KVLayer(ABC):
     @abstractmethod
     def attended(self) -> Attended: ...
 
-    @property
-    def varies(self) -> bool:
-        """Return whether each head reads as many prompt tokens as a step needs, so that their
-        distribution is recorded besides their mean."""
-        return False
-
-    @property
-    def reading(self) -> tuple[float | Tensor, float | Tensor]:
-        """Return what `attended` returns (prompt tokens and generated tokens that the last step
-        read) without waiting for the device. A number that only the device knows is a tensor [B]
-        that the next step may overwrite."""
-        return self.attended
-
     def readings(self, steps: int) -> tuple[float | Tensor, float | Tensor]:
-        """Return the sums of `reading` over the last `steps` steps: prompt tokens and generated
-        tokens. Several steps are counted at once when a layer has taken them together with other
-        sequences. Each is taken to have read as many prompt tokens as the last one, and one
+        """Return how many prompt tokens and generated tokens the last `steps` steps have read, without
+        waiting for the device: a number that only the device knows is a tensor [B] that the next step
+        may overwrite. Several steps are counted at once when a layer has taken them together with
+        other sequences. Each is taken to have read as many prompt tokens as the last one, and one
         generated token more than the step before it, unless the layer overrides this."""
-        prompt, generated = self.reading
-        return prompt * steps, generated * steps - steps * (steps - 1) // 2
+        return over_steps(steps, *self.attended)
 
     @abstractmethod
     def read_positions(self) -> Tensor | None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
-
-from torch import Tensor
 
 from methods.base.cost import Cost, CostError, LayerWorkload
 from methods.base.layer import KVLayer
-from methods.base.request import AttnInput, LayerSpec, Piece, RepeatPrompts
+from methods.base.request import AttnInput, LayerSpec
 from methods.base.state import CacheState
 from methods.budget import Budget, BudgetError
 
@@ -32,6 +30,34 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
+@dataclass(frozen=True)
+class Ability:
+    """Something that some methods can do besides keeping and reading rows, as one object that a
+    method lists (`Method.abilities`) or a setting adds (`Request.abilities`). methods/abilities
+    explains the hooks and has one file for each."""
+
+    lacking: ClassVar[str | None] = None  # why a method cannot have it that does not say that it takes it
+    budgets: ClassVar[str | None] = None  # what it makes the method's budget count; None: prompt tokens
+
+    @classmethod
+    def refusal(cls, method: Method) -> str | None:
+        """Return why `method` cannot have this ability from a setting; None if it can."""
+        return method.takes.get(cls, cls.lacking)
+
+    def error(self, method: Method, why: str) -> ValueError:
+        """Return the error that tells a user that `method` cannot have this ability, for the reason
+        `why`."""
+        return ValueError(f"{type(method).__name__} cannot have {self}, for {why}: leave it out.")
+
+    def start(self, layer: KVLayer) -> Any:
+        """Return the policy that holds this ability's state in `layer`, a `Layer` that has seen no
+        token and binds it; None if this ability needs none there."""
+        return None
+
+
+Takes = Mapping[type[Ability], str | None]
+
+
 class Method(metaclass=_TupleForList):
     """Hold a method's hyper-parameters: a frozen dataclass whose defaults are the values of its
     yaml.
@@ -44,9 +70,8 @@ class Method(metaclass=_TupleForList):
     dense_prefill: ClassVar[bool] = True  # the prompt's outputs equal Full's, so prefills can be shared
     closes_early: ClassVar[bool] = False  # a layer seals as soon as its prompt is complete, wherever its rows lie
     rows_stay: ClassVar[bool] = False  # from turn to turn, keys and values stay as the model computed them
-    generated_refusal: ClassVar[str | None] = None  # why it takes no budget_generated; None: it takes one
-    counts_answer: ClassVar[bool] = False  # the budget is all rows of a KV head, prompt and answer
-    repeats: ClassVar[bool] = False  # the model reads its prompt again before the seal, piece by piece (`repetitions`)
+    abilities: ClassVar[tuple[Ability, ...]] = ()  # those that it has whatever the settings (methods/abilities)
+    takes: ClassVar[Takes] = {}  # those that settings give it: None, or the reason for which it cannot have one
     window_names: ClassVar[Mapping[str, str]] = {}  # its own names for `sinks` and `recent_ratio`, if it has them
     tunable: ClassVar[Grids] = {}  # parameter -> values that harness.tune tries; none changes what the budget limits
 
@@ -63,19 +88,6 @@ class Method(metaclass=_TupleForList):
         return False
 
     @property
-    def encodes(self) -> bool:
-        """Return whether this method supports a codec, which holds tokens in fewer bits: those that
-        a step reads only if they are chosen, or, of a method that evicts at the seal, those that
-        stay. Its policies then attend by `Storage.attend_all`, which reads encoded tokens too."""
-        return False
-
-    @property
-    def mass_refusal(self) -> str | None:
-        """Return why a step of this method cannot read only as many of the tokens that it chose as
-        carry a share of their weights (the setting `budget_mass`); None if it can."""
-        return "it has no second stage that prunes what it chose by estimated weights"
-
-    @property
     def needs(self) -> tuple[str, ...]:
         """Return what this method must be told of a model and cannot be told of each: ROTATION if it
         rotates keys or queries itself, QUERIES if it computes queries."""
@@ -88,22 +100,10 @@ class Method(metaclass=_TupleForList):
         return 1
 
     @property
-    def extra_rows(self) -> int:
-        """Return how many rows a KV head may hold beyond a budget that counts prompt and answer
-        (`counts_answer`), before rows are dropped down to the budget."""
-        return 0
-
-    @property
     def calibration_tokens(self) -> int:
         """Return how many tokens of calibration text `prepare` observes at most; 0 if the method
         needs no calibration."""
         return 0
-
-    @property
-    def paper_differs(self) -> bool:
-        """Return whether the paper counts its budget differently from the prompt tokens that a step
-        reads: without sinks, for example, or including an index."""
-        return self.paper_tokens(lambda tokens: SOME, LONG) != SOME
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
         """Return how many of `sealed` prompt tokens a KV head reads when the budget is counted as
@@ -130,17 +130,6 @@ class Method(metaclass=_TupleForList):
         """Return, as parameters of this method, what `prepare` has timed on this machine: with them
         a run can be repeated elsewhere."""
         return {}
-
-    def repetitions(self, prompt: Tensor, prompts: RepeatPrompts) -> Iterator[tuple[Tensor, Piece]]:
-        """Yield what the model reads after a complete prompt [B S], before it is sealed: token ids
-        [B T], which end with a piece of the prompt, and the place of that piece. The layers see them
-        in `KVLayer.repeat`, and nothing of them is stored."""
-        yield from ()
-
-    def repeated_tokens(self, sealed: int) -> int:
-        """Return how many tokens the model reads at a time, at most, when it repeats a prompt of
-        `sealed` tokens (`repetitions`)."""
-        return 0
 
     @abstractmethod
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
@@ -197,41 +186,35 @@ class Method(metaclass=_TupleForList):
                     "that does not need it, such as SnapKV, or another model."
                 )
 
-    def require_budget(self, budget: Budget | None) -> None:
-        """Raise `BudgetError` if this method uses a budget and has none: without one it would
-        silently read everything."""
-        if self.uses_budget and budget is None:
-            raise BudgetError(
-                f"{type(self).__name__} was given no budget: set budget=0.2 for a fifth of the prompt, budget=512 for "
-                "so many tokens of it, or budget=1.0 for all of it."
-            )
-
     def check(self, budget: Budget | None, layer: int = 0) -> None:
-        """Raise `BudgetError` if `budget` cannot hold this method's sinks and windows even in a
-        long prompt (so few tokens are a mistake in the configuration), or if it limits generated
-        tokens and the method cannot drop any. Prompts that are too short for a share are handled by
-        `reads_all`."""
+        """Raise `BudgetError` if this method uses a budget and has none, since it would silently read
+        everything, or if `budget` cannot hold this method's sinks and windows even in a
+        long prompt: so few tokens are a mistake in the configuration. Prompts that are too short
+        for a share are handled by `reads_all`."""
         name = type(self).__name__
+        if budget is None and self.uses_budget:
+            raise BudgetError(
+                f"{name} was given no budget: set budget=0.2 for a fifth of the prompt, budget=512 for so many tokens "
+                "of it, or budget=1.0 for all of it."
+            )
         if budget is None:
             return
-        refusal = "its budget counts them already" if self.counts_answer else self.generated_refusal
-        if budget.generated is not None and refusal is not None:
-            raise BudgetError(f"{name} takes no budget of generated tokens, for {refusal}: leave out budget_generated.")
-        if budget.mass is not None and self.mass_refusal is not None:
-            raise BudgetError(
-                f"{name} takes no budget_mass={budget.mass}, for {self.mass_refusal}: leave it out, or "
-                "choose Oracle, Quest or PQCache."
-            )
         tokens = budget.tokens(LONG, layer)
         if tokens < self.smallest_budget:
             has_parameters = bool(getattr(self, "__dataclass_fields__", ()))
-            rows = "rows of prompt and answer" if self.counts_answer else "prompt tokens"
+            rows = next((ability.budgets for ability in self.abilities if ability.budgets), "prompt tokens")
             needs = "its sinks and windows need" if has_parameters else "it needs at least"
             smaller = ", or make the method's windows smaller" * has_parameters
             raise BudgetError(
                 f"budget={budget} gives {name} {tokens} {rows}, but {needs} {self.smallest_budget}: set budget to at "
                 f"least {budget.least(self.smallest_budget, LONG, layer)}{smaller}."
             )
+
+
+def paper_differs(method: Method) -> bool:
+    """Return whether the paper of `method` counts its budget differently from the prompt tokens that
+    a step reads: without sinks, for example, or including an index."""
+    return method.paper_tokens(lambda tokens: SOME, LONG) != SOME
 
 
 def refuse_other_than_method(given: object) -> None:

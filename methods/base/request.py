@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,26 +60,6 @@ class LayerSpec:
         return self.sink_logits[head * self.group : (head + 1) * self.group]
 
 
-@dataclass(frozen=True, slots=True)
-class RepeatPrompts:
-    """Hold the token ids by which a model is asked to repeat its prompt, for a method that learns from
-    the repetition what to keep (KVzip). Without any, the prompt is repeated without being asked for."""
-
-    head: tuple[int, ...] = ()  # what the chat template puts before a text, which is not repeated
-    first: tuple[int, ...] = ()  # asks for the first piece of the text
-    later: tuple[int, ...] = ()  # asks for another piece; the last tokens of the piece before follow
-    answer: tuple[int, ...] = ()  # ends the question and opens the answer
-
-
-class Piece(NamedTuple):
-    """Name a piece of a prompt that the model is to repeat: the tokens from position `first` up to
-    `end`. The tokens before position `head` belong to the chat template."""
-
-    head: int
-    first: int
-    end: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """Hold the settings and sizes with which a method serves one batch of sequences of equal
@@ -93,11 +73,11 @@ class Request:
     reuse_steps: int = 0  # for how many further steps a selecting method may use a selection
     placement: str = DEVICE  # the tier of tokens that a step reads only if they are chosen
     codec: Codec | None = None  # encodes the tokens in a pool; None: they stay as they are
+    abilities: tuple[Any, ...] = ()  # `Ability` objects that settings give the method
     disk: Path | None = None  # the folder for placement=disk; None: the system's temporary one
     prepared: object = None  # what the method's `prepare` returned for this model
     reservation: PinnedReservation | None = field(default=None, compare=False)  # host memory for the rows of all layers
     grows: bool = False  # `capacity` grows with the text, as in a loop whose length is unknown
-    repeat_prompts: RepeatPrompts = RepeatPrompts()  # for a method that has the model repeat its prompt
 
     @property
     def pooled(self) -> bool:

@@ -4,19 +4,18 @@ decide what is kept of the prompt and what a decode step reads."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from kernels import sink_logits
-from methods.base import Attended, AttnInput, CacheState, KVLayer, LayerSpec, Method, NextRow, Piece
+from methods.base import Attended, AttnInput, CacheState, KVLayer, LayerSpec, Method, NextRow
+from methods.layers.ability_state import AbilityState
+from methods.layers.dropped import Dropped
 from methods.layers.indices import read_together
-from methods.layers.policy import Evict, Keep, Policy
+from methods.layers.policy import Evict, Policy
 from methods.layers.read import Read
-from methods.layers.returned import unwritten
-from methods.layers.storage import Bound, Storage
+from methods.layers.storage import Storage
+from methods.layers.weights import ChoiceWeights
 from methods.pools import PerHeadPool
 from methods.tiers.tier import DEVICE, HOST
 
@@ -37,11 +36,13 @@ class Layer(Storage, capturable=True):
         self.keeps = next((policy for policy in policies if isinstance(policy, Evict)), None)
         self.reads = next((policy for policy in policies if isinstance(policy, Read)), None)
         self.attends = self.reads or self.keeps or self.policies[0]
-        if method.counts_answer and not (self.reads is None and isinstance(self.keeps, Keep)):
-            raise ValueError(
-                f"The budget of {type(method).__name__} counts prompt and answer, so one Keep policy must say what "
-                "stays of both, and none may choose what a step reads: leave out its other policies."
-            )
+        abilities = (*method.abilities, *self.request.abilities)
+        started = [state for ability in abilities if (state := ability.start(self)) is not None]
+        self.policies += tuple(started)
+        self.states = [state for state in started if isinstance(state, AbilityState)]
+        self.acting: list[AbilityState] = []  # those of `states` that act before each step
+        if self.reads is not None:
+            self.reads.weights = next((policy for policy in self.policies if isinstance(policy, ChoiceWeights)), None)
         for policy in self.policies:
             policy.bind(self)
 
@@ -62,14 +63,10 @@ class Layer(Storage, capturable=True):
                 policy.observe(x)
         return self.attends.prefill(x)
 
-    def repeat(self, x: AttnInput, piece: Piece) -> Tensor:
-        for policy in self.policies:
-            policy.repeated(x, piece)
-        k, v = torch.cat([self.store.k, x.k], 2), torch.cat([self.store.v, x.v], 2)
-        return sink_logits.causal_attention(x.q, k, v, self.spec.scale, self.spec.sink_logits)
-
     def seal(self) -> None:
         self.reopen()
+        for state in self.states:
+            state.before_seal()
         limit, before = self.limit(), self.evicted
         size = None if limit is None or self.keeps is None else self.keeps.size(limit)
         if self.keeps is not None and size is not None and size < self.store.length:
@@ -78,26 +75,25 @@ class Layer(Storage, capturable=True):
             self.positions = self.stored_positions()
         if self.keeps is not None:
             self.keeps.close(self.evicted - before)
-        self.sealed, self.prompt_end, self.later, self.prompt_left = self.store.length, self.seen, None, None
-        if self.reads is None and self.evicted and self.request.codec is not None:
-            self.encode()
+        self.sealed = self.store.length
+        self.dropped = Dropped(self.seen)
+        for state in self.states:
+            state.after_keep()
         if self.reads is not None:
             self.reads.seal(limit)
             away = self.reads.away(self.reads.plan) if self.reads.plan is not None else None
             if away is not None and self.request.pooled:
                 self.reads.sent_away(self.send_away(*away))
         self.prompt_rows, self.closed = self.store.length, True
-        self.bound = self.new_bound()
-        if self.bound is not None and self.room() < self.store.free:
-            self.store.resize(self.room())
+        self.acting = [state for state in self.states if state.after_seal()]
 
     def next_row(self) -> NextRow | None:
-        as_they_are = self.heads == self.spec.num_kv_heads and self.bound is None
+        as_they_are = self.heads == self.spec.num_kv_heads and not self.acting
         return self.store.next_row() if as_they_are else None
 
     def decode(self, x: AttnInput) -> Tensor:
-        if self.bound is not None:
-            self._make_room(self.bound)
+        for state in self.acting:
+            state.before_step()
         self.take_in(x)
         return self.attends.decode(x)
 
@@ -125,14 +121,6 @@ class Layer(Storage, capturable=True):
     def attended(self) -> Attended:
         return self.attends.attended
 
-    @property
-    def varies(self) -> bool:
-        return self.reads is not None and self.reads.choices_read is not None
-
-    @property
-    def reading(self) -> tuple[float | Tensor, float | Tensor]:
-        return self.attends.reading
-
     def readings(self, steps: int) -> tuple[float | Tensor, float | Tensor]:
         return self.attends.readings(steps)
 
@@ -142,7 +130,7 @@ class Layer(Storage, capturable=True):
 
     def selected_positions(self) -> Tensor | None:
         rows = self.attends.selected_rows()
-        return self.prompt_positions() if rows is None else self.positions_of(rows)
+        return self.dropped.of_prompt(self.positions) if rows is None else self.positions_of(rows)
 
     def union_excess(self) -> Tensor | None:
         """Return by how many prompt tokens the union that a KV head read in the last step exceeds
@@ -169,7 +157,7 @@ class Layer(Storage, capturable=True):
             coded = 0 if self.far is None else self._count(rows, self.first_far, self.first_far + self.far.encoded)
             tokens = self._count(rows, 0, self.seen) + generated * heads
         size = 2 * self.spec.head_dim * self.request.dtype.itemsize
-        copies = 0 if self.reads is None else self.reads.estimate_bytes
+        copies = 0 if self.reads is None or self.reads.weights is None else self.reads.weights.bytes_read
         return tokens * size + copies + (coded * (self.far.token_bytes - size) if self.far is not None else 0)
 
     def state(self) -> dict[str, Tensor]:
@@ -196,10 +184,7 @@ class Layer(Storage, capturable=True):
             return f"placement={self.request.placement} reads the chosen rows from files"
         if self.request.reuse_steps:
             return f"reuse_steps={self.request.reuse_steps} lets one step choose and others not"
-        if self.bound is not None:
-            what = "the budget" if self.method.counts_answer else "budget_generated"
-            return f"{what} lets some steps drop tokens and others not"
-        reasons = (policy.capture_refusal() for policy in self.policies)
+        reasons = (policy.capture_refusal() for policy in (*self.acting, *self.policies))
         return next((reason for reason in reasons if reason), super().capture_refusal())
 
     def count_replayed(self, steps: int) -> None:
@@ -225,10 +210,11 @@ class Layer(Storage, capturable=True):
         for policy in self.policies:
             policy.reopen()
         self.bring_back()
-        if self.prompt_left is None:
+        self.acting = []
+        if self.dropped.prompt_left is None:
             self.prompt_rows = self.sealed
-        if self.bound is not None:
-            self.bound = None
+        if self.most is not None:
+            self.most = None
             self.store.resize(self.room())
 
     def grow(self, more: int) -> None:
@@ -236,24 +222,6 @@ class Layer(Storage, capturable=True):
         self.store.resize(self.room())
         for policy in self.policies:
             policy.grow(more)
-
-    def _make_room(self, bound: Bound) -> None:
-        """Drop stored tokens if `bound` lets no more come in. Those that stay are named by
-        `Keep.keep`, of prompt and answer, or by `Policy.keep_generated`, of the answer alone."""
-        count, size = self.store.length - bound.first, bound.kept
-        if count < bound.most:
-            return
-        with unwritten(self) if self.cache.checks.take("drop") else nullcontext():
-            if self.method.counts_answer:
-                assert isinstance(self.keeps, Keep)
-                rows, given = self.keeps.keep(size), f"{type(self.keeps).__name__}.keep returned"
-            else:
-                rows = self.attends.keep_generated(count, size)
-                given = f"{type(self.attends).__name__}.keep_generated returned"
-        self.check_rows(given, rows, count, heads=(self.heads,), count=size, ascending=True)
-        for policy in self.policies:
-            policy.forget(count, rows)
-        self.let_go(count, rows)
 
 
 class PolicyMethod(Method):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from methods.base import Attended, AttnInput, CacheState, LayerSpec, Method, Piece, Request
+from methods.base import Attended, AttnInput, CacheState, LayerSpec, Method, Request, over_steps
 from methods.base.state import undeclared
 from methods.layers.storage import Storage
 from methods.pools import KVStore
@@ -107,10 +107,6 @@ class Policy:
         not compute the attention itself: another policy does, or one dense prefill serves several
         methods."""
 
-    def repeated(self, x: AttnInput, piece: Piece) -> None:
-        """Take note of tokens that follow the complete prompt and end with a repetition of `piece` of
-        it (`KVLayer.repeat`)."""
-
     def prefill(self, x: AttnInput) -> Tensor:
         """Attend causally from a prompt chunk, whose keys and values are stored already, to all
         that is stored. Return [B H T D]."""
@@ -123,22 +119,15 @@ class Policy:
 
     @property
     def attended(self) -> Attended:
-        left = self.layer.prompt_left
+        left = self.layer.dropped.prompt_left
         prompt = self.sealed if left is None else left.mean().item()
         return Attended(prompt, self.layer.stored - prompt)
 
-    @property
-    def reading(self) -> tuple[float | Tensor, float | Tensor]:
-        """Return what `attended` returns, without waiting for the device: a count that only the
-        device knows is a tensor (see `KVLayer.reading`)."""
-        left = self.layer.prompt_left
-        return self.attended if left is None else (left, self.layer.stored - left)
-
     def readings(self, steps: int) -> tuple[float | Tensor, float | Tensor]:
-        """Return the sums of `reading` over the last `steps` steps: prompt tokens, and generated
-        tokens (see `KVLayer.readings`)."""
-        prompt, generated = self.reading
-        return prompt * steps, generated * steps - steps * (steps - 1) // 2
+        """Return how many prompt tokens and generated tokens the last `steps` steps have read,
+        without waiting for the device (see `KVLayer.readings`)."""
+        left = self.layer.dropped.prompt_left
+        return over_steps(steps, *(self.attended if left is None else (left, self.layer.stored - left)))
 
     def read_rows(self) -> Tensor | None:
         """Return the prompt tokens that the last step read, as row numbers in the store, [B G K]
@@ -150,13 +139,6 @@ class Policy:
         as row numbers in the store: [B G K], or [B H K] if query heads choose. None if all were
         read."""
         return self.read_rows()
-
-    def keep_generated(self, count: int, size: int) -> Tensor:
-        """Return which generated tokens each KV head keeps when the setting `budget_generated` has
-        no room for more: `size` of the last `count`, numbered from 0, as [B G size], ascending. By
-        default the latest ones."""
-        shape = (self.request.batch, self.layer.heads, -1)
-        return torch.arange(count - size, count, device=self.request.device).expand(shape)
 
     def forget(self, count: int, rows: Tensor) -> None:
         """Drop what this policy holds for the last `count` stored tokens, except for those that
@@ -243,7 +225,7 @@ class Evict(Policy, ABC, capturable=True):
 
 class Keep(Evict, capturable=True):
     """Let only the tokens that `keep` returns stay after the end of the prompt, equally many in
-    every head. Where the budget counts prompt and answer (`Method.counts_answer`), `keep` is asked
+    every head. Where the budget counts prompt and answer (the ability `CountedAnswer`), `keep` is asked
     again while decoding, whenever a new token has no room."""
 
     @abstractmethod

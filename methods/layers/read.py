@@ -4,31 +4,24 @@ sinks, a window, and single tokens between them."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
-from typing import ClassVar, Generic, TypeVar
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels import ops
 from kernels.ragged import Ragged, filled
 from kernels.reference import Segment, without_missing
-from kernels.sink_logits import lse_with_sink
 from kernels.step_inputs import to_device
-from methods.base import Attended, AttnInput, Plan
+from methods.base import Attended, AttnInput, Plan, over_steps
 from methods.layers.indices import first_places, union_per_kv_head
-from methods.layers.policy import OfEach, Policy
+from methods.layers.policy import Policy
 from methods.layers.returned import ReturnedError
-from methods.parts.top_p import RANGE_BYTES, carrying, estimated_logits, quantised_keys
+from methods.layers.weights import ChoiceWeights
 from methods.tiers.tier import DEVICE
 from methods.tiers.transfer import Arrival
 
-PRUNED: OfEach = {
-    "key_codes": 2,
-    "key_ranges": 2,
-    "choices_read": None,
-}  # for `of_each`, where `Budget.mass` may be set
 PlanT = TypeVar("PlanT")  # says how a budget is spent
 
 
@@ -36,20 +29,14 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
     """Choose in each decode step the part of the stored prompt that the step reads.
 
     If the budget covers what is stored, all of it is read, and the methods below are not called; but
-    under `Budget.mass` all are candidates then. A choice is used again for `request.reuse_steps`
-    further steps.
+    with the ability `Mass` all are candidates then. A choice is used again for
+    `request.reuse_steps` further steps. In a layer with `ChoiceWeights` the chosen tokens have
+    log-weights."""
 
-    A policy that `weighs` sets `log_weights` in `select`: numbers that are added to the scaled
-    logits of the chosen tokens. A token with minus infinity is not read, so each head reads a
-    number of tokens of its own; `of_each` then names "choices_read" with None."""
-
-    diagnostics: ClassVar[tuple[str, ...]] = ("rows", "log_weights", "choices_read")
+    diagnostics: ClassVar[tuple[str, ...]] = ("rows",)
     plan: PlanT | None = None  # None: everything is read
     rows: Tensor | None = None  # the last choice, [B G K] or [B H K]
-    log_weights: Tensor | None = None  # of the last choice, fp32, of the same shape; None: all are read and weigh alike
-    key_codes: Tensor | None = None  # [B G M D/2], copies of the keys of all candidates in 4 bits, under `Budget.mass`
-    key_ranges: Tensor | None = None  # [B G M 2], their offsets and steps
-    choices_read: Tensor | None = None  # [B] fp64, chosen tokens that a head read since `readings`, the mean over heads
+    weights: ChoiceWeights | None = None  # of the tokens of a choice; None: all are read and weigh alike
     age = 0  # further steps that the last choice has served
     arrival: Arrival[Segment] | None = None  # rows of a choice that is known, but not read yet
 
@@ -98,14 +85,14 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
     def seal(self, limit: int | None) -> None:
         """Prepare, at the end of the prompt, for decode steps that may read `limit` of the stored
         tokens; None for all."""
-        self.plan = None if limit is None or (limit >= self.store.length and self._mass is None) else self.split(limit)
-        self.rows = self.arrival = self.log_weights = self.choices_read = self.key_codes = self.key_ranges = None
+        prunes = self.weights is not None and self.weights.prunes
+        all_is_read = limit is None or (limit >= self.store.length and not prunes)
+        self.plan = None if limit is None or all_is_read else self.split(limit)
+        self.rows = self.arrival = None
         if self.plan is not None:
             self.prepare(self.plan)
-            if self._mass is not None:
-                self.key_codes, self.key_ranges = quantised_keys(self.candidates().k)
-            if self.weighs:
-                self.choices_read = torch.zeros(self.request.batch, dtype=torch.float64, device=self.request.device)
+        if self.weights is not None:
+            self.weights.begin(self.plan is not None)
 
     def decode(self, x: AttnInput) -> Tensor:
         return super().decode(x) if self.plan is None else self.read(x, self.plan)
@@ -123,7 +110,8 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         on disk or in fewer bits. rows [B G K] or [B H K] are numbered from the first token that was
         moved there. A token that several query heads of a KV head chose is moved once; the
         segment's `rows` then say where each head finds it."""
-        far, groups, arrival, unread = self.layer.far, self.spec.num_kv_heads, self.arrival, self.unread
+        far, groups, arrival = self.layer.far, self.spec.num_kv_heads, self.arrival
+        unread = None if self.weights is None else self.weights.unread
         assert far is not None
         self.arrival = None
         if arrival is not None:
@@ -151,88 +139,21 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         """Attend under one softmax to all of `segments`, q [B H 1 D] -> [B H 1 D]."""
         return self.layer.attend(q, *segments)
 
-    @property
-    def weighs(self) -> bool:
-        """Return whether chosen tokens have log-weights: `select` gives them, or those are not read
-        that carry too little of the estimated weights (`Budget.mass`)."""
-        return self._mass is not None
-
-    @property
-    def _mass(self) -> float | None:
-        return None if self.request.budget is None else self.request.budget.mass
-
-    def always_read(self) -> list[Segment]:
-        """Return the segments of the store that every step reads, whatever it chooses. Only methods that
-        take a budget by mass (`Method.mass_refusal`) need it, and `candidates`."""
-        raise NotImplementedError(f"{type(self).__name__} takes no budget by mass: write `always_read`.")
-
-    def candidates(self) -> Segment:
-        """Return the keys and values of which a step chooses, if they are still in the store; `select`
-        numbers them from the first one."""
-        raise NotImplementedError(f"{type(self).__name__} takes no budget by mass: write `candidates`.")
-
-    def absent(self, rows: Tensor) -> Tensor | None:
-        """Return a mask of the entries of `rows`, a choice of `select`, that stand for no token; None
-        if all are tokens."""
-        return None
-
-    def always_lse(self, grouped: Tensor) -> Tensor:
-        """Return the log-sum-exp of the logits of all tokens that every step reads, and of the sink
-        logits if the model has them. grouped [B G g D] -> [B G g]"""
-        logits = [
-            part.without_missing(filled(ops.row_scores(grouped, part.k)) * self.spec.scale, float("-inf"))
-            for part in self.always_read()
-            if part.k.shape[2]
-        ]
-        lse = torch.cat(logits, -1).logsumexp(-1)
-        return lse_with_sink(lse.flatten(1), self.spec.sink_logits).view_as(lse)
-
-    def _pruned(self, q: Tensor, rows: Tensor, mass: float) -> Tensor:
-        """Return the log-weights of a choice of which the tokens are read that carry `mass` of the
-        estimated weights: 0, and minus infinity for the others. q [B H 1 D], rows [B G|H K]"""
-        assert self.key_codes is not None
-        assert self.key_ranges is not None
-        chosen, absent = filled(rows), self.absent(rows)
-        if isinstance(rows, Ragged):
-            absent = torch.arange(chosen.shape[2], device=q.device) >= rows.counts.view(-1, 1, 1)
-        if absent is not None:
-            chosen = chosen.masked_fill(absent, 0)
-        grouped = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
-        logits = estimated_logits(grouped, self.key_codes, self.key_ranges, chosen) * self.spec.scale
-        if absent is not None:
-            logits = logits.masked_fill(absent.unsqueeze(2), float("-inf"))
-        read = carrying(logits, self.always_lse(grouped).view(logits.shape[:3]), mass)
-        return torch.zeros(read.shape, device=q.device).masked_fill(~read, float("-inf"))
-
-    @property
-    def estimate_bytes(self) -> int:
-        """Return the bytes of the copies of keys by which the last step estimated weights, none if it used a
-        choice again."""
-        if self.key_codes is None or self.rows is None or self.age:
-            return 0
-        return filled(self.rows).numel() * (self.key_codes.shape[3] + RANGE_BYTES)
-
-    @property
-    def unread(self) -> Tensor | None:
-        """Return a mask of the tokens of the last choice that are not read, [B G K] or [B H K]; None
-        if all are."""
-        return None if self.log_weights is None else self.log_weights == float("-inf")
-
     def weighted(self, chosen: Segment) -> Segment:
         """Return the segment of the chosen tokens with their log-weights, if they have any."""
-        return chosen if self.log_weights is None else chosen._replace(log_weights=self.log_weights)
+        return chosen if self.weights is None else chosen._replace(log_weights=self.weights.log_weights)
+
+    def link(self, members: Sequence[Policy], joint: Mapping[int, Policy]) -> None:
+        if self.weights is not None:
+            self.weights = cast(ChoiceWeights, joint[id(cast(Read[Any], members[0]).weights)])
 
     def hand_back(self, member: Policy, own: slice) -> None:
         super().hand_back(member, own)
         assert isinstance(member, Read)
-        if self.choices_read is not None:
-            self.choices_read[own] = 0  # the member has them now
         if isinstance(self.rows, Ragged):
             member.rows = self.rows.whole[own, ..., : self.rows.sizes.values[own.start]]
         elif self.rows is not None:
             member.rows = self.rows[own]
-        if self.log_weights is not None and member.rows is not None:
-            member.log_weights = self.log_weights[own, ..., : member.rows.shape[2]]
 
     @property
     def selects_next(self) -> bool:
@@ -244,22 +165,15 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         while `reuse_steps` lasts. Call it exactly once per step."""
         if self.rows is None or self.selects_next:
             self.rows, self.age = self.select(q, top), 0
-            if self._mass is not None:
-                self.log_weights = self._pruned(q, self.rows, self._mass)
-            elif self.log_weights is not None and isinstance(self.rows, Ragged):
-                self.log_weights = without_missing(self.log_weights, self.rows.counts, float("-inf"))
+            if self.weights is not None:
+                self.weights.weigh(q, self.rows)
             if self.cache.checking:
                 self.check_choice(self.rows, top)
         else:
             self.age += 1
-        if self.choices_read is not None:
-            self.choices_read += self._read_of_choice()
+        if self.weights is not None:
+            self.weights.count()
         return self.rows
-
-    def _read_of_choice(self) -> Tensor:
-        """Return how many tokens of the last choice a head reads, the mean over heads, [B] fp64."""
-        assert self.unread is not None
-        return (~self.unread).sum(-1).double().mean(1)
 
     def check_choice(self, rows: Tensor, top: int | None) -> None:
         """Raise `ReturnedError` if the choice `rows` names tokens that do not exist, or one token
@@ -273,11 +187,12 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         """Raise `ReturnedError` unless every head has `count` row numbers, all different and below
         `among`. None allows any count, or any numbers."""
         choosing, given, gaps = (self.spec.num_kv_heads, self.spec.num_heads), f"{type(self).__name__}.select", False
-        if self.unread is not None:
-            if self.unread.shape != rows.shape:
-                shapes = f"{list(rows.shape)} and log-weights {list(self.unread.shape)}"
+        unread = None if self.weights is None else self.weights.unread
+        if unread is not None:
+            if unread.shape != rows.shape:
+                shapes = f"{list(rows.shape)} and log-weights {list(unread.shape)}"
                 raise ReturnedError(f"{given} returned rows {shapes}. Wanted is a log-weight for each row.")
-            rows, gaps = rows.masked_fill(self.unread, -1), True
+            rows, gaps = rows.masked_fill(unread, -1), True
         self.layer.check_rows(f"{given} returned", rows, among, heads=choosing, count=count, gaps=gaps)
 
     @property
@@ -285,9 +200,9 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         if self.plan is None:
             return super().attended
         whole = self.attended_under(self.plan)
-        if self.log_weights is None:
+        if self.weights is None or self.rows is None:
             return whole
-        return whole._replace(prompt=self._always_read() + self._read_of_choice().mean().item())
+        return whole._replace(prompt=self._always_read() + self.weights.read_of_choice().mean().item())
 
     def _always_read(self) -> float:
         """Return how many prompt tokens a head reads besides the chosen ones."""
@@ -296,18 +211,10 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         return self.attended_under(self.plan).prompt - self.rows.shape[2]
 
     def readings(self, steps: int) -> tuple[float | Tensor, float | Tensor]:
-        prompt, generated = super().readings(steps)
-        if self.choices_read is None or self.rows is None:
-            return prompt, generated
-        read = self.choices_read + steps * self._always_read()
-        self.choices_read.zero_()
-        return read, generated
-
-    @property
-    def reading(self) -> tuple[float | Tensor, float | Tensor]:
-        if self.plan is None or self.log_weights is None:
-            return self.attended
-        return self._always_read() + self._read_of_choice(), self.attended_under(self.plan).generated
+        if self.plan is None or self.weights is None or self.rows is None:
+            return super().readings(steps)
+        _, generated = over_steps(steps, 0, self.attended_under(self.plan).generated)
+        return self.weights.take_count(steps, self._always_read()), generated
 
     def read_rows(self) -> Tensor | None:
         rows, groups = self.selected_rows(), self.spec.num_kv_heads
@@ -317,9 +224,10 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         if self.plan is None or self.rows is None:
             return None
         rows = self.rows_of(self.rows, self.plan)
-        if self.unread is None:
+        unread = None if self.weights is None else self.weights.unread
+        if unread is None:
             return rows
-        return rows.masked_fill(pad(self.unread, (rows.shape[2] - self.unread.shape[2], 0)), -1)
+        return rows.masked_fill(pad(unread, (rows.shape[2] - unread.shape[2], 0)), -1)
 
 
 class Select(Read[Plan], capturable=True):
@@ -369,6 +277,9 @@ class Select(Read[Plan], capturable=True):
 
     def candidates(self) -> Segment:
         return self.middle()
+
+    def absent(self, rows: Tensor) -> Tensor | None:
+        return None
 
     def middle(self) -> Segment:
         """Return the keys and values between sinks and window, of which the step chooses, if they

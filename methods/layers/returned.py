@@ -65,6 +65,22 @@ def check_rows(
         raise ReturnedError(f"{whose} {fault}. Wanted are {numbers} for each head{more}, as int64 {shape} on {device}.")
 
 
+def check_rows_per_head(
+    given: Sequence[object], whose: str, tokens: Sequence[int], heads: int, device: torch.device
+) -> None:  # fmt: skip
+    """Raise `ReturnedError` unless `given` has a tensor of row numbers for each head of each sequence,
+    below that head's entry in `tokens`, and all together are a multiple of the number of `heads`."""
+    if len(given) != len(tokens):
+        raise ReturnedError(f"{whose} rows of {len(given)} heads. Wanted are those of {len(tokens)}.")
+    for number, (rows, count) in enumerate(zip(given, tokens, strict=True)):
+        listed = rows[None, None] if isinstance(rows, Tensor) else rows
+        name = f"{whose}, for rows {number},"
+        check_rows(listed, name, batch=1, heads=(1,), tokens=count, device=device, ascending=True)
+    together = sum(len(rows) for rows in given if isinstance(rows, Tensor))
+    if together % heads:
+        raise ReturnedError(f"{whose} {together} rows of {heads} heads. Wanted is a multiple of {heads}.")
+
+
 def _wrong_number(given: Tensor, tokens: int, ascending: bool, gaps: bool) -> str | None:
     """Return in words which number is out of range, repeated or out of order, and for which head
     and sequence; None if all are right. Arguments as in `check_rows`."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,21 +18,13 @@ from kernels.ragged import filled
 from kernels.reference import Segment
 from kernels.rotated import Rotated
 from methods.base import AttnInput, CacheState, KVLayer, LayerSpec, Method
+from methods.layers.dropped import Dropped
 from methods.layers.indices import gather_per_head, union_per_kv_head
-from methods.layers.returned import ReturnedError, check_rows
+from methods.layers.returned import check_rows, check_rows_per_head
 from methods.pools import KVStore, PerHeadPool, PerHeadStore, Pool
 from methods.tiers.block import FAR, tokens_in
 
 FIRST = f"{FAR}.first"  # name of the row in the store before which the tokens belong that were sent away
-
-
-class Bound(NamedTuple):
-    """Limit the rows that a store holds while the model decodes: if `most` rows are stored from row
-    number `first` on, only `kept` of them stay before a new token comes in."""
-
-    first: int
-    most: int
-    kept: int
 
 
 class Storage(KVLayer):
@@ -40,25 +32,23 @@ class Storage(KVLayer):
     except for a range of the prompt that may have moved to the pool `far`, on another tier or in
     fewer bits."""
 
-    diagnostics: ClassVar[tuple[str, ...]] = ("positions", "later", "prompt_left")
+    diagnostics: ClassVar[tuple[str, ...]] = ("positions", "dropped")
     far: Pool | None = None  # holds tokens of the sealed prompt from `first_far` on
     first_far = 0
     evicted = 0  # tokens that have left for good
-    later: Tensor | None = None  # [B G K], where the generated tokens stood that were kept when others left
-    positions: Tensor | None = None  # [B G K], where the tokens before `later` stood, -1 where a head has fewer
-    prompt_left: Tensor | None = None  # [B], prompt tokens that a head holds, once decoding has dropped some
-    bound: Bound | None = None  # from the seal to the next turn; None: all tokens that come stay
+    positions: Tensor | None = None  # [B G K], where the first stored tokens stood, -1 where a head has fewer
+    most: int | None = None  # rows that the store is to have room for, at most; None: for all tokens that may come
 
     def __init__(self, spec: LayerSpec, cache: CacheState, method: Method) -> None:
         super().__init__(spec, cache)
-        method.require_budget(self.request.budget)
         method.check(self.request.budget, spec.index)
         self.method = method
         self.store = KVStore(spec, self.cache, 0)  # until the first token comes
         self.closed = False  # sealed, and no further turn has begun
         self.sealed = 0  # stored tokens that belong to the sealed prompt
         self.prompt_rows = 0  # tokens of the sealed prompt that are in `store`
-        self.seen = self.prompt_end = 0  # tokens taken in so far, and those up to the last seal
+        self.seen = 0  # tokens taken in so far
+        self.dropped = Dropped()  # by decode steps since the last seal
 
     @property
     def stored(self) -> int:
@@ -95,31 +85,10 @@ class Storage(KVLayer):
             self.fallback = self.method.whole_because(self.seen, budget.tokens(self.seen, self.spec.index))
         return limit
 
-    def most_rows(self) -> int | None:
-        """Return how many rows of prompt and answer a KV head may hold after the tokens seen so far,
-        if the method's budget counts both; None for any number."""
-        budget, method = self.request.budget, self.method
-        rows = budget.rows(self.seen, self.spec.index) if budget is not None and method.counts_answer else None
-        return None if rows is None or rows < method.smallest_budget else rows + method.extra_rows
-
-    def new_bound(self) -> Bound | None:
-        """Return what limits the stored rows while decoding, now that the prompt is complete: a
-        budget that counts prompt and answer, or the setting `budget_generated`. None if the cache
-        can hold no more than that anyway."""
-        budget, most = self.request.budget, self.most_rows()
-        if most is not None:
-            bound = Bound(0, most, min(most - 1, most - self.method.extra_rows))
-        elif budget is not None and (most := budget.most_generated(self.spec.index)) is not None:
-            bound = Bound(self.store.length, most, most - max(1, most // 8))
-        else:
-            return None
-        longest = self.store.length + self.request.capacity - self.seen
-        return bound if self.request.grows or longest > bound.first + bound.most else None
-
     def room(self) -> int:
         """Return for how many further tokens the store needs room."""
         room = self.request.capacity - self.seen
-        return room if self.bound is None else min(room, self.bound.first + self.bound.most - self.store.length)
+        return room if self.most is None else min(room, self.most - self.store.length)
 
     def take_in(self, x: AttnInput) -> None:
         """Store the keys and values of new tokens; if query heads have copies of their own, each
@@ -139,8 +108,8 @@ class Storage(KVLayer):
         to them. With rows per query head, each query head gets a copy of its own."""
         self.check_rows("layer.retain was given", rows, self.store.length, ascending=True)
         whole, room, heads = self.store, self.request.capacity - self.seen, rows.shape[1]
-        if (most := self.most_rows()) is not None:
-            room = min(room, most - rows.shape[2])
+        if self.most is not None:
+            room = min(room, self.most - rows.shape[2])
         self.positions = self.stored_positions().repeat_interleave(heads // self.heads, 1).gather(2, rows)
         self.evicted += whole.length - rows.shape[2]
         self.store = KVStore(replace(self.spec, num_kv_heads=heads), self.cache, rows.shape[2] + room)
@@ -154,7 +123,9 @@ class Storage(KVLayer):
         whole, room = self.store, self.request.capacity - self.seen
         places = self.stored_positions().flatten(0, 1)  # a head with fewer tokens has them last
         stored = whole.per_head()
-        self._check_rows_per_head(rows, [len(k) for k, _ in stored])
+        if self.cache.checking:
+            whose = f"In layer {self.spec.index} of {type(self.method).__name__}, layer.retain_per_head was given"
+            check_rows_per_head(rows, whose, [len(k) for k, _ in stored], self.heads, self.request.device)
         heads = [(place[-len(k) :], k, v, at) for place, (k, v), at in zip(places, stored, rows, strict=True)]
         self.positions = _side_by_side([place[at] for place, _, _, at in heads], self.request.batch)
         keys, values = [k[at] for _, k, _, at in heads], [v[at] for _, _, v, at in heads]
@@ -186,18 +157,6 @@ class Storage(KVLayer):
         self.check_rows("layer.write was given", rows, self.store.length, heads=(self.heads,))
         self.store.write(rows, k, v)
 
-    def let_go(self, count: int, rows: Tensor) -> None:
-        """Drop the last `count` stored tokens, the generated ones or all, except those that rows
-        [B heads K] name, ascending and numbered from the first of these `count`."""
-        places = self.stored_positions()[..., -count:].gather(2, rows)
-        self.evicted += count - rows.shape[2]
-        self.store.keep_of_last(count, rows)
-        if self.stored > rows.shape[2]:
-            self.later = places
-            return
-        self.positions, self.prompt_rows = places, rows.shape[2]
-        self.prompt_left = (places < self.prompt_end).sum(-1).double().mean(1)
-
     def check_rows(
         self, what: str, given: object, tokens: int | None, *, heads: Sequence[int] = (), **wanted: Any
     ) -> None:
@@ -210,22 +169,6 @@ class Storage(KVLayer):
             whose = f"In layer {self.spec.index} of {type(self.method).__name__}, {what}"
             wanted |= {"heads": heads or (self.heads, self.spec.num_heads), "tokens": tokens}
             check_rows(given, whose, batch=self.request.batch, device=self.request.device, **wanted)
-
-    def _check_rows_per_head(self, rows: Sequence[Tensor], tokens: Sequence[int]) -> None:
-        """Raise `ReturnedError` unless there is a tensor in `rows` for every head of every
-        sequence, each with row numbers below that head's entry in `tokens`."""
-        if not self.cache.checking:
-            return
-        whose = f"In layer {self.spec.index} of {type(self.method).__name__}, layer.retain_per_head was given"
-        if len(rows) != len(tokens):
-            raise ReturnedError(f"{whose} rows of {len(rows)} heads. Wanted are those of {len(tokens)}.")
-        for number, (row, count) in enumerate(zip(rows, tokens, strict=True)):
-            check_rows(
-                row[None, None] if isinstance(row, Tensor) else row, f"{whose}, for rows {number},", batch=1,
-                heads=(1,), tokens=count, device=self.request.device, ascending=True,
-            )  # fmt: skip
-        if (together := sum(map(len, rows))) % self.heads:
-            raise ReturnedError(f"{whose} {together} rows of {self.heads} heads. Wanted is a multiple of {self.heads}.")
 
     def send_away(self, first: int, end: int) -> Segment:
         """Move the stored tokens from `first` up to `end` out of the store to the pool `far`, which
@@ -249,16 +192,6 @@ class Storage(KVLayer):
     def _stored_spec(self) -> LayerSpec:
         """Return the layer's spec with as many KV heads as are stored."""
         return replace(self.spec, num_kv_heads=self.heads)
-
-    def encode(self) -> None:
-        """Write all stored tokens in fewer bits, as the request's codec says."""
-        if not isinstance(self.store, PerHeadStore):
-            self.send_away(0, self.store.length)
-            return
-        heads = self.store.per_head()
-        self.far, self.first_far = PerHeadPool(self.spec, self.cache, heads), 0
-        keys, values = [k[:0] for k, _ in heads], [v[:0] for _, v in heads]
-        self.store = PerHeadStore(self.spec, self.cache, keys, values, self.request.capacity - self.seen)
 
     def bring_back(self) -> None:
         """Move the tokens that lie on another tier or in fewer bits (the pool `far`) back to their
@@ -353,18 +286,14 @@ class Storage(KVLayer):
     def stored_positions(self) -> Tensor:
         """Return where in the text every stored token stood, [B heads S], -1 where a head has fewer
         tokens."""
-        prompt = self.positions if self.positions is not None else self._consecutive(0, self.sealed)
-        return torch.cat([prompt, self.later_positions()], -1)
 
-    def later_positions(self) -> Tensor:
-        """Return where in the text the tokens stood that are stored after the prompt,
-        [B heads S]."""
-        kept = [] if self.later is None else [self.later]
-        new = self.store.length - self.prompt_rows - sum(part.shape[2] for part in kept)
-        return torch.cat([*kept, self._consecutive(self.seen - new, self.seen)], -1)
+        def consecutive(start: int, end: int) -> Tensor:
+            return torch.arange(start, end, device=self.request.device).expand(self.request.batch, self.heads, -1)
 
-    def _consecutive(self, start: int, end: int) -> Tensor:
-        return torch.arange(start, end, device=self.request.device).expand(self.request.batch, self.heads, -1)
+        prompt = consecutive(0, self.sealed) if self.positions is None else self.positions
+        later = [] if self.dropped.later is None else [self.dropped.later]
+        new = self.store.length - self.prompt_rows - sum(part.shape[2] for part in later)
+        return torch.cat([prompt, *later, consecutive(self.seen - new, self.seen)], -1)
 
     def positions_of(self, rows: Tensor) -> Tensor:
         """Return where in the text stored prompt tokens stood, given their row numbers in the
@@ -374,26 +303,19 @@ class Storage(KVLayer):
         per_head = self.positions.repeat_interleave(rows.shape[1] // self.positions.shape[1], 1)
         return per_head.gather(2, rows.clamp(min=0)).where(rows >= 0, -1)
 
-    def prompt_positions(self) -> Tensor | None:
-        """Return where in the text the stored prompt tokens stood, [B heads K], -1 where a head has
-        fewer. None if no token was dropped."""
-        if self.positions is None or self.prompt_left is None:
-            return self.positions
-        first = self.positions[..., : int((self.positions < self.prompt_end).sum(-1).max())]
-        return first.where(first < self.prompt_end, -1)
-
     def generated_positions(self) -> Tensor | None:
-        if self.prompt_left is None:
-            return None if self.later is None else self.later_positions()
-        places = self.stored_positions()
-        last = places[..., places.shape[2] - int((places >= self.prompt_end).sum(-1).max()) :]
-        return last.where(last >= self.prompt_end, -1)
+        if self.dropped.prompt_left is not None:
+            return self.dropped.of_answer(self.stored_positions())
+        if self.dropped.later is None:
+            return None
+        prompt = self.sealed if self.positions is None else self.positions.shape[2]
+        return self.stored_positions()[..., prompt:]
 
     def kept_positions(self) -> Tensor | None:
         """Return where in the text the stored prompt tokens stood, [B G K], -1 where a KV head has
         fewer: of query heads with copies of their own, the union. None if no token was dropped."""
         if self.positions is None or self.heads == self.spec.num_kv_heads:
-            return self.prompt_positions()
+            return self.dropped.of_prompt(self.positions)
         return union_per_kv_head(self.positions, self.spec.num_kv_heads, self.evicted + self.sealed)
 
 

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from kernels import sink_logits
 from kernels.reference import Segment
-from methods.base import Attended, AttnInput, CacheState, KVLayer, LayerSpec, Method, Piece
+from methods.base import Attended, AttnInput, CacheState, KVLayer, LayerSpec, Method
 from methods.pools.device_store import misfit
 
 
@@ -48,7 +48,8 @@ class WindowLayer(KVLayer, capturable=True):
         k, v = self._take(x)
         return sink_logits.windowed_attention(x.q, k, v, self.spec.scale, self.window, self.spec.sink_logits)
 
-    def repeat(self, x: AttnInput, piece: Piece) -> Tensor:
+    def repeat(self, x: AttnInput) -> Tensor:
+        """Attend as `methods.abilities.repeat.attend_again` says."""
         k = torch.cat([*self._in_order(self.k), x.k], 2)
         v = torch.cat([*self._in_order(self.v), x.v], 2)
         return sink_logits.windowed_attention(x.q, k, v, self.spec.scale, self.window, self.spec.sink_logits)

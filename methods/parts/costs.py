@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from methods.base import Cost, LayerWorkload, Method, Plan
+from methods.base import Cost, LayerWorkload, Plan
 from methods.parts.top_p import BITS, RANGE_BYTES
 from methods.tiers.codec import PLAIN, Codec
 from methods.tiers.tier import DEVICE
@@ -32,15 +32,6 @@ def evict(case: LayerWorkload, kept: int, copies: int = 1) -> Cost:
     case = replace(case, spec=heads, placement=DEVICE)
     held = Cost((kept + case.reserve) * case.row_bytes).reading(kept * case.row_bytes)
     return held + sent_away(case, kept, kept)
-
-
-def bounded(case: LayerWorkload, method: Method) -> LayerWorkload:
-    """Return `case` with room for no more generated tokens than a budget of prompt and answer
-    leaves beside the prompt's rows."""
-    rows = case.budget if case.rows is None and case.budget < case.sealed else case.rows
-    if rows is None or rows < method.smallest_budget:
-        return case
-    return replace(case, reserve=min(case.reserve, rows + method.extra_rows - min(case.sealed, rows)))
 
 
 def select(case: LayerWorkload, plan: Plan, index_bytes: int) -> Cost:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.rope import rotate
+from methods.abilities import asked
 from methods.base import AttnInput, Budget, CacheState, KVLayer, LayerSpec, Method, Request
 
 WIDTH = 48  # of the model
@@ -102,7 +103,8 @@ class Sequences:
             capacity=self.length,
             dtype=torch.float32,
             device=torch.device("cpu"),
-            budget=Budget(budget) if isinstance(budget, (int, float)) else budget,
+            budget=(given := Budget(budget) if isinstance(budget, (int, float)) else budget),
+            abilities=asked(given),
             placement=placement,
             prepared=prepared,
             reuse_steps=reuse_steps,

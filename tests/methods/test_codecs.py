@@ -11,13 +11,14 @@ import torch
 from harness.config.catalogue import entries
 from harness.engine.attach import attached
 from harness.engine.footprint import footprint
+from methods.abilities.kept_codec import KeptCodec
 from methods.base import Budget
 from methods.tiers.codec import PLAIN, Codec, FloatCodec, IntCodec
 from methods.tiers.codecs import codec_of
 from tests.methods.test_contract import NAMES, Step, assert_same, small, turn
 from tests.tiny import prompt, tiny
 
-ENCODING = [name for name in NAMES if small(name).encodes]
+ENCODING = [name for name in NAMES if not KeptCodec.refusal(small(name))]
 RULES = {entry.name: entry.facts().get("rule", "") for entry in entries("method")}
 EVICTING = [name for name in ENCODING if "evicts" in RULES.get(name, "") and "selects" not in RULES[name]]
 LEVELS = [codec_of(name) for name in ("tq4", "tq3", "tq2", "tq4q", "tq3q", "tq2q", "int4g8h")]

@@ -18,6 +18,9 @@ from harness.config.catalogue import CONF, Entry
 from harness.config.plugins import build
 from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
+from methods.abilities import ability
+from methods.abilities.bounded_answer import CountedAnswer
+from methods.abilities.repeat import Repeat
 from methods.base import AttnInput, Budget, Method
 from methods.full import Full
 from tests.own_methods import own_methods
@@ -198,8 +201,8 @@ def test_no_method_reads_more_of_the_prompt_than_its_budget(name: str, length: i
         ]
     for count, step in enumerate(steps, 1):
         assert sum(read for read, _ in step.attended) <= sum(asked)
-        if method.counts_answer:
-            assert all(sum(read) <= rows + method.extra_rows for read, rows in zip(step.attended, asked, strict=True))
+        if counted := ability(method, CountedAnswer):
+            assert all(sum(read) <= rows + counted.extra_rows for read, rows in zip(step.attended, asked, strict=True))
         else:
             assert [later for _, later in step.attended] == [count] * 3
         for (read, _), positions in zip(step.attended, step.read, strict=True):
@@ -265,7 +268,7 @@ def test_sequences_of_a_batch_do_not_see_one_another(name: str) -> None:
 @in_each_place
 def test_a_further_turn_goes_on_within_the_budget(name: str, placement: str) -> None:
     method = small(name)
-    if name == "kvpress" or method.repeats:
+    if name == "kvpress" or ability(method, Repeat):
         pytest.skip("it compresses the first prompt alone; tests of its own say what follows")
     with attach(method, 0.4, placement=placement) as kv:
         cache = kv.cache(capacity=120)
@@ -279,7 +282,7 @@ def test_a_further_turn_goes_on_within_the_budget(name: str, placement: str) -> 
             for i, layer in enumerate(cache.layers)
         ]
         assert sum(read for read, _ in steps[-1].attended) <= sum(allowed)
-        assert method.counts_answer or steps[-1].attended[0][1] == 5
+        assert ability(method, CountedAnswer) or steps[-1].attended[0][1] == 5
         for positions, (read, _) in zip(steps[-1].read, steps[-1].attended, strict=True):
             _check_positions(method, positions, read, length)
 
@@ -326,7 +329,7 @@ class SharedPrefill(KVCache):
     full: list[Any]
 
     def attend(self, layer: int, x: AttnInput) -> Tensor:
-        if self.sealed or self.piece is not None:
+        if self.sealed:
             return super().attend(layer, x)
         self._arriving = x.k.shape[2]
         self.layers[layer].absorb(x)
@@ -344,7 +347,7 @@ def test_a_shared_prefill_changes_nothing(name: str, chunk: int | None) -> None:
     with attach(method, 0.4) as kv:
         made = kv.cache(capacity=79)
         cache = SharedPrefill(made.layers, made.state)
-        cache.full, cache.read_again = Full().start(kv.specs, made.state), made.read_again
+        cache.full, cache.before_seal = Full().start(kv.specs, made.state), made.before_seal
         shared = turn(kv, cache, ids, chunk=chunk)
     assert_same(shared, usual_run(small(name), 71))
 

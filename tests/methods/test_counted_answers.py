@@ -19,6 +19,8 @@ from harness.engine.engine import Engine
 from harness.engine.saved_state import Snapshot
 from harness.prompts.teacher import Forced
 from kernels.dispatch import use_backend
+from methods.abilities import ability, asked, refuse
+from methods.abilities.bounded_answer import CountedAnswer
 from methods.base import AttnInput, Budget, BudgetError, Method
 from methods.full import Full
 from methods.layers import Layer
@@ -34,6 +36,12 @@ Rows = list[list[list[int]]]  # text positions by sequence and KV head, ascendin
 PROMPT, STEPS, AGAIN = 41, 30, 12
 RKV_SMALL = RKV(window=4, buffer=6, kernel=3)
 METHODS: dict[str, Method] = {"tova": TOVA(), "rkv": RKV_SMALL}
+
+
+def extra_rows(method: Method) -> int:
+    counted = ability(method, CountedAnswer)
+    assert counted is not None
+    return counted.extra_rows
 
 
 def tova(s: Sequences, rows: Rows, last: int, size: int) -> Rows:
@@ -85,7 +93,7 @@ def test_what_stays_is_what_a_plain_loop_keeps(name: str, shape: Any, budget: in
     s, method = Sequences(shape, PROMPT + STEPS + AGAIN + 5).sharpened(6), METHODS[name]
     s.raw_k[..., 10:30, :] = s.raw_k[..., 9:10, :]  # so many keys are alike, up to their rotation
     (layer,) = s.start(method, budget)
-    most, at_seal = budget + method.extra_rows, budget - (name == "tova")
+    most, at_seal = budget + extra_rows(method), budget - (name == "tova")
     stored: Rows = [[[] for _ in range(shape.groups)] for _ in range(shape.batch)]
     dropped, position, turns = 0, 0, ((PROMPT, STEPS), (AGAIN, 5))
     for length, steps in turns:
@@ -114,7 +122,9 @@ def _check_what_is_said(layer: Any, stored: Rows, end: int) -> None:
     heads = [head for sequence in stored for head in sequence]
     from_prompt = sum(place < end for head in heads for place in head) / len(heads)
     assert layer.attended == pytest.approx((from_prompt, len(heads[0]) - from_prompt))
-    assert sum(torch.as_tensor(count).double().mean().item() for count in layer.reading) == pytest.approx(len(heads[0]))
+    assert sum(torch.as_tensor(count).double().mean().item() for count in layer.readings(1)) == pytest.approx(
+        len(heads[0])
+    )
     for places, wanted in (
         (layer.read_positions(), [[place for place in head if place < end] for head in heads]),
         (layer.generated_positions(), [[place for place in head if place >= end] for head in heads]),
@@ -126,7 +136,7 @@ def _check_what_is_said(layer: Any, stored: Rows, end: int) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_two_thousand_forced_tokens_hold_the_budget_at_every_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method, forced, decode = METHODS[name], prompt(2001, seed=5), Layer.decode
-    most, counts = 40 + method.extra_rows, list[tuple[int, int, float]]()
+    most, counts = 40 + extra_rows(method), list[tuple[int, int, float]]()
 
     def counting(layer: Layer, x: AttnInput) -> Tensor:
         out = decode(layer, x)
@@ -268,4 +278,4 @@ def test_of_a_chunk_only_the_last_queries_are_copied() -> None:
 
 def test_a_budget_of_generated_tokens_is_refused() -> None:
     with pytest.raises(BudgetError, match="its budget counts them already: leave out budget_generated"):
-        TOVA().check(Budget(20, generated=8))
+        refuse(TOVA(), asked(Budget(20, generated=8)))

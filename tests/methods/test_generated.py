@@ -11,6 +11,8 @@ import torch
 from harness.engine.attach import attached
 from harness.engine.engine import Engine
 from harness.engine.saved_state import Snapshot
+from methods.abilities import ability, asked, refuse
+from methods.abilities.bounded_answer import BoundedAnswer, CountedAnswer
 from methods.base import Budget, BudgetError
 from methods.h2o import H2O
 from methods.infinigen import InfiniGen
@@ -102,7 +104,7 @@ def test_h2o_keeps_the_generated_tokens_that_drew_most_attention() -> None:
 @walked
 def test_as_many_as_are_generated_change_nothing_and_fewer_are_never_exceeded(name: str) -> None:
     method = small(name)
-    if method.generated_refusal is not None or method.counts_answer:
+    if BoundedAnswer.refusal(method) or ability(method, CountedAnswer):
         pytest.skip("it takes no budget of generated tokens")
     made = {}
     for most in (None, 24, MOST):
@@ -122,9 +124,9 @@ def test_as_many_as_are_generated_change_nothing_and_fewer_are_never_exceeded(na
 def test_methods_that_need_all_refuse_by_name() -> None:
     budget = Budget(20, generated=MOST)
     with pytest.raises(BudgetError, match="InfLLM takes no budget of generated"):
-        InfLLM().check(budget)
+        refuse(InfLLM(), asked(budget))
     with pytest.raises(BudgetError, match="Counts takes no budget of generated tokens, for its budget counts them"):
-        type("Counts", (SnapKV,), {"counts_answer": True})().check(budget)
+        refuse(type("Counts", (SnapKV,), {"abilities": (CountedAnswer(),)})(), asked(budget))
     with pytest.raises(BudgetError, match="limited pool"):
         InfiniGen(pool_capacity=0.5).check(budget)
     with pytest.raises(BudgetError, match="budget_generated=0"):

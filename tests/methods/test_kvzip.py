@@ -17,7 +17,8 @@ from harness import Engine, attached
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
 from harness.models.base import sliding_windows
-from methods.base import Budget, RepeatPrompts
+from methods.abilities.repeat import RepeatPrompts
+from methods.base import Budget
 from methods.full import Full
 from methods.kvzip import KVzip, ZipKeep
 from tests.tiny import by_length, eager, fresh, prompt, tiny

@@ -143,7 +143,7 @@ def steps(method: Method, placement: str, device: str, monkeypatch: pytest.Monke
         with forbidding:
             for _ in range(3):
                 forward(token, cache)
-                assert len([layer.reading for layer in cache.layers]) == 3
+                assert len([layer.readings(1) for layer in cache.layers]) == 3
 
 
 @devices

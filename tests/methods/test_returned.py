@@ -13,6 +13,9 @@ from torch import Tensor
 
 from harness.engine.attach import attached
 from harness.engine.engine import Engine
+from methods.abilities import ability
+from methods.abilities.bounded_answer import BoundedAnswer, CountedAnswer
+from methods.abilities.kept_codec import KeptCodec
 from methods.adakv import AdaKV
 from methods.base import Budget, CacheState, KVLayer, LayerSpec, Method, Plan
 from methods.layers import Keep, Layer, Policy, PolicyMethod, Read, Select
@@ -174,7 +177,7 @@ def test_what_is_right_runs(policy: Any) -> None:
 def places(method: Method) -> Iterator[tuple[str, IntCodec | None]]:
     for placement in ("device", "host", "disk") if method.offloads else ("device",):
         yield placement, None
-        if method.encodes:
+        if not KeptCodec.refusal(method):
             yield placement, IntCodec(bits=4, group=8)
 
 
@@ -206,7 +209,7 @@ def test_every_built_in_method_returns_what_it_should(
     for change in ({}, *OTHERS.get(name, [])):
         method = replace(small(name), **change)  # type: ignore[arg-type]
         for number, (placement, codec) in enumerate(places(method)):
-            generated = None if method.generated_refusal or method.counts_answer or number else 5
+            generated = None if BoundedAnswer.refusal(method) or ability(method, CountedAnswer) or number else 5
             how = {"placement": placement, "codec": codec, "disk": tmp_path, "calibration": prompt(64, seed=9)}
             with attached(tiny("llama"), method, budget=Budget(0.4, generated=generated), **how) as kv:  # type: ignore[arg-type]
                 looks.clear()

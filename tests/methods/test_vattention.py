@@ -154,7 +154,7 @@ def test_the_denominator_s_error_is_within_the_bound_on_real_steps() -> None:
             reads = layer.reads  # type: ignore[attr-defined]
             keys = k[0, head // (s.shape.heads // s.shape.groups), : position + 1].double()
             weights = (keys @ q[0, head, position].double() * layer.spec.scale).softmax(0)
-            middle, added = weights[4 : prompt - 16], reads.log_weights[0, head].double().exp()
+            middle, added = weights[4 : prompt - 16], reads.weights.log_weights[0, head].double().exp()
             errors.append((1 - middle.sum() + middle[reads.rows[0, head]] @ added - 1).item())
             read.append((added > 0).sum().item())
     worse = sum(abs(error) > epsilon for error in errors)

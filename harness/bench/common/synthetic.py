@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from methods.base import AttnInput, KVLayer, LayerSpec, Piece
+from methods.abilities import ability
+from methods.abilities.repeat import Piece, Repeat, attend_again
+from methods.base import AttnInput, KVLayer, LayerSpec
 from methods.layers import Layer
 
 CHUNK = 8192  # tokens taken in at a time
@@ -77,8 +79,8 @@ class LayerShape:
             for layer in layers:
                 layer.prefill(x) if attending else layer.absorb(x)
         for layer in layers:
-            if isinstance(layer, Layer) and layer.method.repeats:
-                layer.repeat(self._input(tokens, tokens, QUERIES, QUERIES, layer.spec.rope), Piece(0, 0, tokens))
+            if isinstance(layer, Layer) and ability(layer.method, Repeat):
+                attend_again(layer, self._input(tokens, tokens, QUERIES, QUERIES, layer.spec.rope), Piece(0, 0, tokens))
 
     def observe(self) -> Callable[[int], Iterator[AttnInput]]:
         """Return a function from a number of tokens to random attention inputs, one per layer. It

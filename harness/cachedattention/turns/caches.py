@@ -180,7 +180,7 @@ class CachesBetweenTurns:
         """Return a fresh cache for the same text, in place of `found`, whose rows proved to be
         damaged."""
         fresh = self.start(found.cache.capacity)
-        fresh.take_text(found.cache)
+        fresh.fed.take(found.cache.fed)
         return ResumedCache(fresh, load_s=found.load_s)
 
     def _leave_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> None:
@@ -199,7 +199,7 @@ class CachesBetweenTurns:
         for rotation in rotations:
             rotation.check(len(tokens))
         fresh.refill(truncated(contents, fresh.layers, rotations, keep, sinks=sinks, naive=naive))
-        fresh.stages = cache.stages
+        fresh.fed.stages = cache.fed.stages
         return fresh
 
 
@@ -220,7 +220,7 @@ class DevicePrefix(CachesBetweenTurns):
         if cache.capacity < capacity:
             small, cache = cache, self.start(capacity)
             cache.refill(small.contents())
-            cache.stages = small.stages
+            cache.fed.stages = small.fed.stages
         return ResumedCache(cache, len(held), DEVICE)
 
     def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[UploadToHost]:

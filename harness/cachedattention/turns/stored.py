@@ -204,7 +204,7 @@ class StoredCaches(CachesBetweenTurns):
             return ResumedCache(cache, lost=self._lost(session, held, cache))
         self._lineage_of[cache], self._asked[cache] = self._lineage(session), (session, held)
         cache.refill_by_layer(loading.tokens, lambda layer: loading.layer(layer)[0])
-        cache.stages = {self._stage(whole)}
+        cache.fed.stages = {self._stage(whole)}
         return ResumedCache(cache, loading.tokens, loading.tier, loading=loading)
 
     def _anew(self, found: ResumedCache) -> ResumedCache:

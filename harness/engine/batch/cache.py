@@ -105,8 +105,8 @@ class SlotsCache(KVCache):
 
     def note_text(self, ids: Tensor, *, prompt: bool = False) -> None:
         for number, (member, own) in enumerate(zip(self._members, ids.split(self._sizes), strict=True)):
-            if member.known_text == member.num_tokens + self._unheard(number):
-                member._text.append(own)
+            if member.fed.known == member.num_tokens + self._unheard(number):
+                member.fed.parts.append(own)
 
     def text_lengths(self, arriving: int) -> list[int]:
         """Return the length of each row's text, by which the model rotates it."""

@@ -22,6 +22,7 @@ from harness.models.devices import read_later, wait_for
 from harness.prompts.teacher import Forced
 from kernels import ops
 from kernels.toolchain import compiled_s
+from methods.layers.weights import counts_choices
 from methods.tiers.tier import DISK, bytes_key
 
 Stop = Callable[[list[int]], str | None]  # tokens so far -> why to stop, or None
@@ -333,7 +334,7 @@ class RunningSequence:
         self._prompt_reads += sum(count for count in prompt if not isinstance(count, Tensor))
         if unread := [count for count in prompt if isinstance(count, Tensor)]:
             self._device_reads.append(torch.stack([count.to(self._device) for count in unread]))  # a copy
-        needed = [count.to(self._device) for layer, count in zip(layers, prompt, strict=True) if layer.varies]
+        needed = [count.to(self._device) for layer, count in zip(layers, prompt, strict=True) if counts_choices(layer)]
         if needed:
             self._varying = self._varying + torch.stack(needed)
         others = [count.to(self._device).mean() if isinstance(count, Tensor) else count for count in generated]

@@ -22,6 +22,8 @@ from harness.bench.layer import LayerDecoding
 from harness.engine.step_parts import PHASES
 from kernels import ops
 from kernels.dispatch import watched
+from methods.abilities import ability
+from methods.abilities.bounded_answer import CountedAnswer
 
 LIMITS: Limits = {"read_gb_s": 10.0, "matmul_gflop_s": {"fp32": 100.0, "bf16": 100.0}}
 SHAPE = LayerShape(heads=4, kv_heads=2, head_dim=64, dtype=torch.float32, device=torch.device("cpu"))
@@ -61,8 +63,8 @@ def test_one_command_writes_table_figures_and_picture(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("name", [name for name in methods.names() if methods.load(name).uses_budget])
 def test_a_method_reads_its_budget_and_less_than_full(name: str) -> None:
     row = _row(name)
-    if (method := methods.load(name)).counts_answer:
-        assert row["attended"] <= 128 + method.extra_rows
+    if counted := ability(methods.load(name), CountedAnswer):
+        assert row["attended"] <= 128 + counted.extra_rows
     else:
         assert 0 < row["attended"] - 128 <= 16, "generated tokens come on top"
     assert row["read_bytes"] < TOKENS * SHAPE.token_bytes

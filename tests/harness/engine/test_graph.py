@@ -18,6 +18,8 @@ from harness.engine.graph import CaptureBroke, CapturedStep, CudaGraphs, StepCap
 from harness.engine.trace import Tracer
 from harness.prompts.teacher import Forced
 from kernels.dispatch import use_backend
+from methods.abilities import ability
+from methods.abilities.bounded_answer import CountedAnswer
 from methods.base import Attended, Method
 from methods.base.state import CaptureError, StepCounters
 from methods.layers import Layer
@@ -28,7 +30,7 @@ from tests.quick import mostly_slow
 from tests.tape import Tape
 from tests.tiny import BY_BLOCKS, prompt, tiny
 
-CAPTURED = [name for name in NAMES if not small(name).counts_answer]
+CAPTURED = [name for name in NAMES if not ability(small(name), CountedAnswer)]
 captured = pytest.mark.parametrize("name", mostly_slow(CAPTURED, *QUICK))
 
 

@@ -17,6 +17,7 @@ from harness.engine.engine import Engine
 from kernels import ops, reference
 from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged
+from methods.abilities.kept_codec import KeptCodec
 from methods.base import CacheState, Method
 from methods.pools import Pool, rows_for
 from methods.pools.batched import BatchedHostRows
@@ -61,7 +62,7 @@ def test_placement_changes_no_token(name: str, device: str) -> None:
 def test_codes_give_the_same_tokens_in_every_place(name: str, device: str) -> None:
     """KIVI has codes of its own, and Full none."""
     method, model = OFFLOADING[name], model_on(device)
-    codec, made = IntCodec(bits=4, group=8) if method.encodes else None, []
+    codec, made = IntCodec(bits=4, group=8) if not KeptCodec.refusal(method) else None, []
     for placement in ("device", "host", "disk"):
         with attached(model, method, budget=0.5, placement=placement, codec=codec) as kv:  # type: ignore[arg-type]
             made.append(Engine(kv).generate(prompt(80), max_new_tokens=12))

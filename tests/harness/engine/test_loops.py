@@ -20,6 +20,8 @@ from harness.engine.engine import Engine
 from harness.engine.footprint import footprint
 from harness.engine.loop import PaddedCache
 from harness.models.random import Random
+from methods.abilities import ability
+from methods.abilities.repeat import Repeat
 from methods.full import Full
 from tests.harness.engine.test_generate import NEW, TURNS, by_engine
 from tests.methods.test_contract import NAMES, attach, small, walked
@@ -66,7 +68,7 @@ def test_generate_needs_no_cache_and_pads_as_it_likes(name: str, monkeypatch: py
     with attach(small(name), 0.4) as kv, greedy(kv) as model:
         wanted = alone(kv, ROWS)
         assert model.generate(ROWS[0])[0, WIDTH:].tolist() == wanted[0]
-        if kv.method.repeats:
+        if ability(kv.method, Repeat):
             return  # it refuses rows that are padded
         batch = model.generate(PADDED, attention_mask=MASK, return_dict_in_generate=True)
         assert batch.sequences[:, WIDTH:].tolist() == wanted

@@ -13,7 +13,7 @@ from harness.config.settings import Settings, SettingsError
 from harness.jobs.examples import prepare, prompts_of
 from harness.jobs.resolve import resolve, resolve_for_examples
 from harness.prompts.repeating import repeat_prompts
-from methods.base import Piece
+from methods.abilities.repeat import Piece, Repeat
 from methods.kvzip import KVzip
 from tests.fast import MODEL, niah
 from tests.harness.prompts.test_prompt import tokenizer
@@ -24,7 +24,7 @@ def test_a_repetition_reads_as_a_talk() -> None:
     decode, asked = MODEL.tokenizer().decode, repeat_prompts(MODEL.tokenizer(), chat="template")
     ids = prepare(niah(), MODEL, Settings(device="cpu"))[0].prompt.ids
     head = len(asked.head)
-    fed = list(KVzip(chunk=100).repetitions(torch.tensor([ids]), asked))
+    fed = list(Repeat(chunk=100).pieces(torch.tensor([ids]), asked))
     assert fed[0][1] == Piece(head, head, head + 100)
     first, second = (decode(tokens[0].tolist()) for tokens, _ in fed[:2])
     answer = "<|im_end|>\n<|im_start|>assistant\n"

@@ -3,12 +3,15 @@ dropped while the model decodes, under a budget that counts prompt and answer.""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from methods.base import AttnInput, Cost, LayerWorkload
+from methods.abilities import ability
+from methods.abilities.bounded_answer import CountedAnswer, CountedBound
+from methods.base import Ability, AttnInput, Cost, LayerWorkload
 from methods.layers.layer import PolicyMethod
 from methods.layers.policy import Keep
 from methods.parts import costs
@@ -19,6 +22,7 @@ class LastQueries(Keep, capturable=True, of_each={}):
     choose by. While decoding, it does so only if rows are still dropped."""
 
     method: Any
+    layer: Any
     queries: Tensor | None = None  # [B H <=window D], rotated; None once no more rows are dropped
 
     def observe(self, x: AttnInput) -> None:
@@ -32,7 +36,8 @@ class LastQueries(Keep, capturable=True, of_each={}):
         return super().decode(x)
 
     def close(self, evicted: int) -> None:
-        if not self.method.counts_answer or self.layer.new_bound() is None:
+        states = self.layer.states
+        if not any(isinstance(state, CountedBound) and state.reached() is not None for state in states):
             self.queries = None
 
     def reopen(self) -> None:
@@ -43,7 +48,7 @@ class EvictsWhileDecoding(PolicyMethod):
     """Define a method whose budget is all rows of a KV head, those of the answer included: a
     `LastQueries` policy says which stay at the seal, and whenever a new token has no room."""
 
-    counts_answer: ClassVar[bool] = True
+    abilities: ClassVar[tuple[Ability, ...]] = (CountedAnswer(),)
 
     @property
     def window(self) -> int:
@@ -51,6 +56,16 @@ class EvictsWhileDecoding(PolicyMethod):
         return 1
 
     def cost(self, case: LayerWorkload) -> Cost:
-        bounded = costs.bounded(case, self)
+        bounded = self._bounded(case)
         queries = self.window * case.query_bytes if bounded.reserve < case.reserve else 0
         return costs.evict(bounded, case.sealed if self.reads_whole(case) else case.budget) + Cost(queries)
+
+    def _bounded(self, case: LayerWorkload) -> LayerWorkload:
+        """Return `case` with room for no more generated tokens than a budget of prompt and answer
+        leaves beside the prompt's rows."""
+        rows, counted = case.rows, ability(self, CountedAnswer)
+        if rows is None and case.budget < case.sealed:
+            rows = case.budget
+        if counted is None or rows is None or rows < self.smallest_budget:
+            return case
+        return replace(case, reserve=min(case.reserve, rows + counted.extra_rows - min(case.sealed, rows)))

@@ -1,0 +1,61 @@
+"""What some methods can do besides keeping and reading rows: one file for each ability.
+
+An ability is a small frozen object. A method lists those that it has whatever the settings
+(`Method.abilities`), and says in `Method.takes` which of them settings may give it; `asked` makes
+the objects that settings ask for, and they come to the layers in `Request.abilities`. `refuse` is
+the one place that says, by name, that a method cannot have an ability, or that two do not go
+together (`APART`).
+
+What an ability must remember in a layer is a policy that its `start` returns and nobody inherits.
+So it is saved, truncated, joined with that of other sequences, captured and copied through the same
+door as what a method remembers. An `AbilityState` (methods/layers/ability_state.py) can act before
+the seal, when it is settled what stays, after the seal, and before each step; a layer whose
+abilities do not act in steps calls nothing in a step. When rows go while the answer grows, every
+policy is told which stay before they go (`Policy.forget`). What an ability must know of a method's
+own policies is a protocol in its file, and not a hook of the base classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from methods.abilities.bounded_answer import BoundedAnswer, CountedAnswer
+from methods.abilities.kept_codec import KeptCodec
+from methods.abilities.mass import Mass
+from methods.abilities.repeat import Repeat
+from methods.base import Ability, Budget, Method
+from methods.tiers.codec import Codec
+
+A = TypeVar("A", bound=Ability)
+APART: Mapping[tuple[type[Ability], type[Ability]], str] = {  # of a method, of a setting: why not both
+    (CountedAnswer, BoundedAnswer): "its budget counts them already",
+    (CountedAnswer, KeptCodec): "drops rows one by one, which a codec writes together",
+    (CountedAnswer, Mass): "its budget counts prompt and answer, and a step reads all of both",
+    (Repeat, Mass): "a step reads all that it keeps",
+}
+
+
+def asked(budget: Budget | None, codec: Codec | None = None) -> tuple[Ability, ...]:
+    """Return the abilities that settings ask for."""
+    given = list[Ability]()
+    if budget is not None and budget.mass is not None:
+        given.append(Mass(budget.mass))
+    if budget is not None and budget.generated is not None:
+        given.append(BoundedAnswer(budget.generated))
+    if codec is not None:
+        given.append(KeptCodec(codec))
+    return tuple(given)
+
+
+def ability(method: Method, kind: type[A]) -> A | None:
+    """Return the ability of class `kind` that `method` has by itself; None if it has none."""
+    return next((own for own in method.abilities if isinstance(own, kind)), None)
+
+
+def refuse(method: Method, given: Iterable[Ability]) -> None:
+    """Raise `ValueError` if `method` cannot have one of the abilities that settings gave it."""
+    for one in given:
+        apart = (APART.get((type(own), type(one))) for own in method.abilities)
+        why = one.refusal(method) or next((reason for reason in apart if reason), None)
+        if why is not None:
+            raise one.error(method, why)
