@@ -29,6 +29,7 @@ from harness.bench.common.output import Cell
 from harness.bench.common.synthetic import LayerShape
 from harness.config.settings import Settings
 from harness.engine.attach import Attachment
+from harness.engine.attach_options import AttachOptions
 from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.running_sequence import Generation
 from harness.engine.cache import KVCache
@@ -193,9 +194,14 @@ def attachment(method: Method, loaded: LoadedModel, text: list[int], options: ar
     placement: str = options.placement if method.offloads else DEVICE
     reuse_steps = options.reuse_steps if method.uses_budget else 0
     calibration = torch.tensor([text])
-    return Attachment(
-        loaded.model, method, options.budget, placement, calibration, reuse_steps, overlap=_overlaps(method, options)
+    attaching = AttachOptions(
+        budget=options.budget,
+        placement=placement,
+        calibration=calibration,
+        reuse_steps=reuse_steps,
+        overlap=_overlaps(method, options),
     )
+    return Attachment(loaded.model, method, attaching)
 
 
 def _overlaps(method: Method, options: argparse.Namespace) -> bool:

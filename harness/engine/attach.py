@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from harness.engine.attach_options import AttachOptions, refuse_number
 from harness.engine.cache import KVCache, UnsupportedError
 from harness.engine.hf import forget_trial, is_routed, layer_specs, routed
 from harness.engine.loop import STEP, LoopCache, LoopCalls, LoopUsage
@@ -49,9 +49,8 @@ from methods.base import (
 from methods.full import Full
 from methods.layers import Layer, Policy
 from methods.layers.window import check_growth, check_length, start_layers, whole_layers
-from methods.tiers.codec import Codec
 from methods.tiers.pinned_memory import PinnedReservation
-from methods.tiers.tier import DEVICE, HOST, TIERS
+from methods.tiers.tier import DEVICE, HOST
 from methods.tiers.transfer import shared_engine
 
 AnyCache = TypeVar("AnyCache", bound=KVCache)
@@ -61,45 +60,31 @@ _prepared: WeakKeyDictionary[PreTrainedModel, _Prepared] = WeakKeyDictionary()
 
 class Attachment:
     """Hold a model with the KV method that its attention uses, and make the caches for both.
-    `attached` yields one, and explains the parameters.
+    `attached` yields one.
 
     In the block of `attached`, `cache` makes a cache for `model.generate` or a loop of your own;
     `Engine` (harness/engine/engine.py), the project's own loop, takes the attachment itself."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        method: Method,
-        budget: float | Budget | None = None,
-        placement: str = DEVICE,
-        calibration: Tensor | None = None,
-        reuse_steps: int = 0,
-        codec: Codec | None = None,
-        disk: Path | None = None,
-        overlap: bool = False,
-        capacity: int | None = None,
-        repeat_prompts: RepeatPrompts | None = None,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, method: Method, options: AttachOptions | None = None) -> None:
         refuse_other_than_method(method)
-        if capacity is not None:
-            _refuse_number("capacity", capacity, least=1)
-        _refuse(model, placement, reuse_steps, codec, disk)
-        name = type(method).__name__
-        if placement != DEVICE and not method.offloads:
-            raise ValueError(f"{name} keeps nothing on the {placement}: use placement=device with it.")
+        if not isinstance(model, PreTrainedModel):
+            raise ValueError(f"model={model!r} is not a model: pass a loaded one, as from_pretrained returns it.")
         self.model = model
         self.method = method
+        self.options = options or AttachOptions()
+        budget, placement = self.options.budget, self.options.placement
+        if placement != DEVICE and not method.offloads:
+            name = type(method).__name__
+            raise ValueError(f"{name} keeps nothing on the {placement}: use placement=device with it.")
         given = budget if isinstance(budget, Budget) or budget is None else Budget(budget)
         if given is None:
             method.check(None)
         self.budget = given if method.uses_budget else None
-        self.abilities = asked(self.budget, codec)
+        of_options = (*asked(self.budget, self.options.codec), *self.options.abilities)
+        self.abilities = tuple(dict.fromkeys(of_options))  # some may be among both
         refuse(method, self.abilities)
-        self.reuse_steps = reuse_steps
-        self.placement = placement
-        self.codec, self.disk, self.capacity = codec, disk, capacity
-        self.repeat_prompts = repeat_prompts or RepeatPrompts()
-        self.ahead = overlap and placement != DEVICE  # without placement, only a store of conversations moves rows
+        # without placement, only a store of conversations moves rows
+        self.ahead = self.options.overlap and placement != DEVICE
         self.engine = shared_engine(model.device)
         note_devices({weight.device for weight in model.parameters()})
         if not is_routed(model):
@@ -110,7 +95,7 @@ class Attachment:
         self.specs = whole_layers(self.model_specs)  # the layers that the method serves
         method.check_model(self.specs[0])
         method.require_known(self.specs)
-        self.prepared, self.prepare_s = self._prepare(calibration)
+        self.prepared, self.prepare_s = self._prepare(self.options.calibration)
         self._unchecked = {"first", "further", "drop"}  # see `Checks`
         self._handed_out: list[LoopUsage] = []
 
@@ -145,11 +130,8 @@ class Attachment:
             dtype=self.model.dtype,
             device=self.model.device,
             budget=self.budget,
-            reuse_steps=self.reuse_steps,
-            placement=self.placement,
-            codec=self.codec,
             abilities=self.abilities,
-            disk=self.disk,
+            **self.options.of_request(),
             prepared=self.prepared,
             grows=grows,
         )
@@ -158,7 +140,7 @@ class Attachment:
         """Return a fresh cache of class `kind` for `batch` sequences of at most `capacity` tokens
         each (prompts and answers of all turns). `grows`: the capacity may be raised later."""
         for key, number in {"capacity": capacity, "batch": batch}.items():
-            _refuse_number(key, number, least=1)
+            refuse_number(key, number, least=1)
         self.check_model()
         check_length(self.method, self.model_specs, capacity)
         request = self.request(capacity=capacity, batch=batch, grows=grows)
@@ -179,7 +161,9 @@ class Attachment:
         tokens, budget, repeat = prompt.shape[1], self.budget, ability(self.method, Repeat)
         if budget is None or all(self.method.reads_all(tokens, budget.tokens(tokens, x.index)) for x in self.specs):
             return
-        for ids, piece in () if repeat is None else repeat.pieces(prompt, self.repeat_prompts):
+        for ids, piece in (
+            () if repeat is None else repeat.pieces(prompt, self.options.repeat_prompts or RepeatPrompts())
+        ):
             check_length(self.method, self.model_specs, tokens + ids.shape[1])
             run(ids, Repeating(cache, piece))
 
@@ -228,8 +212,8 @@ class Attachment:
         """Return a fresh cache for a call of the model that comes without one. The call has `batch`
         rows of `tokens` tokens. The cache grows with the text unless the attachment has a
         `capacity`."""
-        if self.capacity is not None:
-            return self.cache(capacity=self.capacity, batch=batch)
+        if self.options.capacity is not None:
+            return self.cache(capacity=self.options.capacity, batch=batch)
         cache = self.start(LoopCache, capacity=tokens + STEP, batch=batch, grows=True)
 
         def check(before: int, after: int) -> None:
@@ -281,61 +265,14 @@ class Attachment:
         return known[key]
 
 
-def _refuse(model: object, placement: object, reuse_steps: object, codec: object, disk: Path | None) -> None:
-    """Raise `ValueError` for a model that is not loaded, an unknown placement, a `reuse_steps` that
-    is no whole number from 0 on, a codec that is no `Codec`, or a `disk` that is no folder."""
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"model={model!r} is not a model: pass a loaded one, as from_pretrained returns it.")
-    if placement not in TIERS:
-        raise ValueError(f"placement={placement!r} is unknown: choose one of {', '.join(TIERS)}.")
-    _refuse_number("reuse_steps", reuse_steps, least=0)
-    if disk is not None and not Path(disk).is_dir():
-        raise ValueError(f"disk={str(disk)!r} is not a folder: make it, or leave disk out for a temporary one.")
-    if not isinstance(codec, Codec | None):
-        raise ValueError(
-            f"codec={codec!r} is not a codec: pass one, such as codec_of({str(codec)!r}) of methods.tiers.codecs."
-        )
-
-
-def _refuse_number(key: str, number: object, *, least: int) -> None:
-    if not isinstance(number, int) or isinstance(number, bool) or number < least:
-        raise ValueError(f"{key}={number!r} should be a whole number, at least {least}.")
-
-
 @contextmanager
-def attached(
-    model: PreTrainedModel,
-    method: Method,
-    *,
-    budget: float | Budget | None = None,
-    placement: str = DEVICE,
-    calibration: Tensor | None = None,
-    reuse_steps: int = 0,
-    codec: Codec | None = None,
-    disk: Path | None = None,
-    overlap: bool = False,
-    capacity: int | None = None,
-    repeat_prompts: RepeatPrompts | None = None,
-) -> Iterator[Attachment]:
+def attached(model: PreTrainedModel, method: Method, **options: Any) -> Iterator[Attachment]:
     """Attach `method` to `model` for the length of the block: every call of this model, also by
     `model.generate`, then computes attention by the method, on a KV cache of this project and
     without gradients. The model's weights do not change, and its own attention returns on leaving
     the block, whatever happens. The `Attachment` that it yields makes such caches and is what
-    `Engine` runs.
-
-    `budget`: how many prompt tokens a step may read, as a share of the prompt or a number, for
-    methods that use one; 1.0 is all of it. `placement`: where the keys and values lie that a step
-    reads only if the method chooses them (device, host or disk). `calibration`: token ids [1 S] of
-    ordinary text, for methods that prepare themselves on some (InfiniGen). `reuse_steps`: for how
-    many further steps a choice of tokens is used again. `codec`: the compressed form in which a
-    method that reads a choice of its tokens stores them (methods/tiers/codec.py). `disk`: the
-    folder for placement=disk; None: the system's temporary one. `overlap`: load rows from host or
-    disk while the model computes, where the method knows early enough which. `capacity`: tokens,
-    prompts and answers of all turns together, that a cache has room for where a call brings none;
-    None: the prompt and 1,024, growing. `repeat_prompts`: with which words the model is asked to
-    repeat a prompt, for KVzip (harness/prompts/repeating.py makes them); None: with none."""
-    given = (budget, placement, calibration, reuse_steps, codec, disk, overlap, capacity, repeat_prompts)
-    attachment = Attachment(model, method, *given)
+    `Engine` runs. `options`: keywords as budget=0.2; `AttachOptions` explains them."""
+    attachment = Attachment(model, method, AttachOptions(**options))
     with routed(model, LoopCalls(attachment.cache_of_call, attachment.check_model)), closing(attachment):
         yield attachment
     attachment.warn_of_unsealed()

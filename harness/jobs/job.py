@@ -17,12 +17,13 @@ from harness.config import plugins
 from harness.config.settings import Settings
 from harness.config.values import orders
 from harness.engine.attach import Attachment
+from harness.engine.attach_options import AttachOptions
 from harness.engine.hf import layer_specs
 from harness.jobs.examples import PreparedExample, Prompts, prompts_of
 from harness.jobs.machine import check_machine, free_here, refuse
 from harness.jobs.memory import CacheSpec, MemoryForecast, needed, size
 from harness.jobs.model_check import check_against_generate
-from harness.jobs.resolve import chunked, codec_of, resolve, resolve_for_examples
+from harness.jobs.resolve import abilities_of, chunked, codec_of, resolve, resolve_for_examples
 from harness.models.base import ARCHITECTURES, LoadedModel, ModelError, ModelSource, is_loaded, load
 from harness.prompts.prompt import calibration_text
 from harness.prompts.repeating import repeat_prompts
@@ -254,13 +255,12 @@ def attach(loaded: LoadedModel, method: Method, budget: Budget | None, settings:
     """Return the pair of a loaded model and a method, from which an engine makes the caches that
     the model's attention runs through. The method is prepared here, if it needs to be
     (calibration). `settings` must be resolved (harness/jobs/resolve.py)."""
-    return Attachment(
-        loaded.model,
-        method,
-        budget,
-        settings.placement,
-        torch.tensor([calibration_text(loaded.tokenizer)]) if method.calibration_tokens else None,
+    options = AttachOptions(
+        budget=budget,
+        placement=settings.placement,
+        calibration=torch.tensor([calibration_text(loaded.tokenizer)]) if method.calibration_tokens else None,
         codec=codec_of(settings),
+        abilities=abilities_of(settings, budget),
         overlap=settings.overlap == "on",
         repeat_prompts=(
             repeat_prompts(loaded.tokenizer, chat=settings.chat, keywords=settings.template_kwargs or {})  # type: ignore[arg-type]
@@ -268,3 +268,4 @@ def attach(loaded: LoadedModel, method: Method, budget: Budget | None, settings:
             else None
         ),
     )
+    return Attachment(loaded.model, method, options)

@@ -37,7 +37,7 @@ from harness.terminal.notices import say_once
 from methods.abilities import ability, asked, refuse
 from methods.abilities.kept_codec import KeptCodec
 from methods.abilities.repeat import Repeat
-from methods.base import Budget, Method, PaperBudget, check_layers, paper_differs
+from methods.base import Ability, Budget, Method, PaperBudget, check_layers, paper_differs
 from methods.full import Full
 from methods.tiers import codecs
 from methods.tiers.codec import Codec
@@ -114,6 +114,11 @@ def _check_spread(settings: Settings, device: str) -> None:
 def codec_of(settings: Settings) -> Codec | None:
     """Return the codec that the settings name, None without one."""
     return None if settings.codec is None else codecs.codec_of(settings.codec)
+
+
+def abilities_of(settings: Settings, budget: Budget | None) -> tuple[Ability, ...]:
+    """Return the abilities that the settings give a method (methods/abilities)."""
+    return asked(budget, codec_of(settings))
 
 
 def _budget(settings: Settings, method: Method, info: ModelInfo) -> Budget | None:
@@ -245,7 +250,7 @@ def resolve_for_examples(resolved: Resolved, task: Task, prompts: Prompts, info:
         if isinstance(budget, AlignedBudget):
             for length in sorted({item.sealed(settings.protocol)[0] for item in items}):
                 budget.refuse(length)
-        refuse(method, asked(budget))
+        refuse(method, abilities_of(settings, budget))
         method.check(budget, next((x for x in range(info.num_whole_layers) if x not in budget.dense_layers), 0))
         if (repeat := ability(method, Repeat)) is not None:
             longest = max(item.sealed(settings.protocol)[0] for item in items)

@@ -30,14 +30,15 @@ def fingerprint(attachment: Attachment, loaded: LoadedModel, **more: object) -> 
     rotation, dtype, codec and method. `more`: what else shapes them, as the protocol does."""
     config = loaded.model.config.to_dict()
     rotary = {name: config.get(name) for name in ROTARY}
-    run = (attachment.method, attachment.budget, attachment.reuse_steps, attachment.placement)
+    options = attachment.options
+    run = (attachment.method, attachment.budget, options.reuse_steps, options.placement)
     return Fingerprint(
         model=loaded.name,
         weights=f"{loaded.weights} {loaded.revision} {attachment.weights}",
         tokenizer=Tools(loaded.tokenizer, "template").fingerprint,
         rotary=f"{canonical(rotary)}, keys before rotation",
         dtype=str(loaded.model.dtype),
-        codec=str(attachment.codec or "plain"),
+        codec=str(options.codec or "plain"),
         method=f"{run} {sorted(more.items())} prepared {content_digest(attachment.prepared)}",
     )
 

@@ -41,7 +41,7 @@ class StoredForm:
     def __init__(self, attachment: Attachment) -> None:
         dtype, budget = attachment.model.dtype, attachment.budget
         self.rotations = [Rotation(spec.rope, dtype) for spec in attachment.model_specs]
-        self.by_token = has_rows(attachment.method, attachment.codec, budget.generated if budget else None)
+        self.by_token = has_rows(attachment.method, attachment.options.codec, budget.generated if budget else None)
         self.rows_alone = self.by_token and all(spec.window is None for spec in attachment.model_specs)  # no rest
         # computing a text again, in one prefill, gives what was stored of it; in fewer bits to their rounding alone,
         # and not where sparse reads shape the rows of answers

@@ -16,6 +16,7 @@ from harness.bench.common import methods
 from harness.bench.common.limits import Limits
 from harness.bench.common.synthetic import LayerShape
 from harness.engine.attach import Attachment
+from harness.engine.attach_options import AttachOptions
 from harness.engine.hf import layer_specs, routed
 from methods.base import CacheState
 from methods.full import Full
@@ -101,7 +102,7 @@ def test_a_real_prefill_is_the_model_s_own() -> None:
 
 def test_a_synthetic_prompt_has_the_model_s_rotation_and_length() -> None:
     model = tiny("llama")
-    kv = Attachment(model, PQ, 40)
+    kv = Attachment(model, PQ, AttachOptions(budget=40))
     with routed(model):
         decoding = decode.Decoding(kv, prompt(100), options(synthetic=True))
         assert not decoding.caches[0].state.checking, "a check of what the method returns is no part of a step"

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("transformers")
 
 from harness.engine.attach import Attachment, attached
+from harness.engine.attach_options import AttachOptions
 from harness.engine.batch.running_sequence import Generation
 from harness.engine.engine import Engine
 from kernels import ops, reference
@@ -73,7 +74,7 @@ def test_codes_give_the_same_tokens_in_every_place(name: str, device: str) -> No
 
 @devices
 def test_rows_come_from_pinned_memory_as_they_went_there(device: str) -> None:
-    kv = Attachment(model_on(device), OFFLOADING["pqcache"], 40, "host")
+    kv = Attachment(model_on(device), OFFLOADING["pqcache"], AttachOptions(budget=40, placement="host"))
     cache = CacheState(kv.request(capacity=60))
     store = Pool(kv.specs[0], cache, 60)
     k, v = (random(seed, 1, 2, 50, 16).to(device) for seed in (1, 2))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from harness.engine.attach import Attachment, attached
+from harness.engine.attach_options import AttachOptions
 from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.running_sequence import Generation, Stop
 from harness.engine.engine import Engine
@@ -198,7 +199,7 @@ def test_each_slot_picks_its_own_tokens(kind: str) -> None:
 def test_a_step_that_one_slot_refuses_runs_plain_until_it_has_left() -> None:
     """Caches of several attachments may run together."""
     with attached(tiny("llama"), ORACLE, budget=0.5) as kv, use_backend("torch"):
-        reusing = Attachment(kv.model, ORACLE, 0.5, reuse_steps=1)
+        reusing = Attachment(kv.model, ORACLE, AttachOptions(budget=0.5, reuse_steps=1))
         wanted = Engine(kv).generate(prompt(60), max_new_tokens=6)
         engine = Engine(kv, graphs=Tape())
         batch = RunningBatch(engine)

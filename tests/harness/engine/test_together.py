@@ -15,6 +15,7 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness.engine.attach import Attachment, attached
+from harness.engine.attach_options import AttachOptions
 from harness.engine.batch.cache import CHECKED, SlotsCache
 from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.running_sequence import RunningSequence
@@ -187,7 +188,10 @@ def test_members_of_different_methods_get_what_each_gets_alone() -> None:
     few, ids = small("sparq"), prompt(90, seed=7)
     with attach(replace(few, r=2), 0.3) as kv:
         others = replace(few, r=16), small("pqcache"), small("snapkv"), Full()
-        engines = [engine_of(kv), *(engine_of(Attachment(kv.model, method, 0.3)) for method in others)]
+        engines = [
+            engine_of(kv),
+            *(engine_of(Attachment(kv.model, method, AttachOptions(budget=0.3))) for method in others),
+        ]
         batch = RunningBatch(engines[0])
         slots = [engine.join(batch, ids, max_new_tokens=9) for engine in engines]
         while batch.sequences:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from harness.config.plugins import build
 from harness.config.settings import Settings
 from harness.engine.attach import Attachment
+from harness.engine.attach_options import AttachOptions
 from harness.engine.batch.running import RunningBatch
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
@@ -78,7 +79,8 @@ def ids(seed: int, tokens: int = PROMPT) -> Tensor:
 
 def attach(cache_spec: CacheSpec, of: PreTrainedModel | None = None) -> Attachment:
     placement = cache_spec.settings.placement
-    return Attachment(of or model(), cache_spec.method, cache_spec.budget, placement, ids(0), 0, None, None)
+    options = AttachOptions(budget=cache_spec.budget, placement=placement, calibration=ids(0))
+    return Attachment(of or model(), cache_spec.method, options)
 
 
 def peaks(cache_spec: CacheSpec) -> Allocations:

@@ -103,7 +103,7 @@ STATEFUL: dict[str, dict[str, Any]] = {  # methods whose steps leave more behind
 def test_what_steps_leave_behind_is_taken_back(name: str, reuse_steps: int) -> None:
     method: Method = replace(small(name), **STATEFUL[name])  # type: ignore[type-var]
     with attach(method, 0.4, placement="host" if method.offloads else "device") as kv:
-        kv.reuse_steps = reuse_steps if name != "infinigen" else 0
+        kv.options = replace(kv.options, reuse_steps=reuse_steps if name != "infinigen" else 0)
         engine = Engine(kv)
         assert [seen(generation) for generation in together(engine)] == [
             seen(generation) for generation in apart(engine)

@@ -180,7 +180,7 @@ def test_the_peak_of_experts_is_what_was_forecast(family: str, chunk: int | None
     cache_spec, info = forecast.holder_of("full", chunk=chunk), source(family).describe()
     assert info.chosen_experts == 2
     assert info.inner_size == (FURTHER.get(family) or {}).get("moe_intermediate_size", 160)
-    attachment = forecast.Attachment(tiny(family), cache_spec.method, None, "device")
+    attachment = forecast.Attachment(tiny(family), cache_spec.method)
     with Allocations() as counted:
         forecast.take_turn(attachment, cache_spec)
     told = needed(info, cache_spec, [forecast.item()], loaded=True)
