@@ -6,7 +6,7 @@ document.py puts these columns together into the text that is printed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import exp
 from typing import Any
@@ -56,28 +56,50 @@ def names(entries: Sequence[ReportRow]) -> list[Column]:
 def overview(table: Comparison) -> list[Column]:
     """Return the columns of the first table: score, difference to Full, difference in the cost of
     the right answer, share of the prompt that was read, times, and bytes."""
-    entries, rows = table.entries, [entry.summary for entry in table.entries]
+    entries = table.entries
+    rows = [entry.summary for entry in entries]
     if table.of_perplexity:
         scores = _perplexities(table)
     else:
-        cells = [f"{_difference(entry)}{'*' * entry.score_differs}" for entry in entries]
+        differences = starred(map(_difference, entries), score_marks(entries))
         costs = [entry.cost.get("diff") for entry in entries]
-        nats = [f"{signed(cost)}{'*' * entry.cost_differs}" for cost, entry in zip(costs, entries, strict=True)]
+        nats = starred(map(signed, costs), cost_marks(entries))
         scores = [
             _score("95 % CI", rows),
-            Column("vs Full", "95 % CI", cells, values=[(row["full"] or {}).get("diff") for row in rows]),
+            Column("vs Full", "95 % CI", differences, values=each(rows, "full.diff")),
             Column("NLL\nvs Full", "nats", nats, values=costs),
         ]
     return [
         *names(entries),
         *scores,
-        share("attended", [row["budget"]["attended"]["share"] for row in rows]),
+        share("attended", each(rows, "budget.attended.share")),
         number("read\nin all", "tokens", _read_in_all(rows)),
-        quantity("TT2T", [row["tt2t_s"]["p50"] for row in rows], SECONDS),
-        quantity("TPOT", [row["tpot_s"]["p50"] for row in rows], SECONDS),
+        quantity("TT2T", each(rows, "tt2t_s.p50"), SECONDS),
+        quantity("TPOT", each(rows, "tpot_s.p50"), SECONDS),
         *_held_bytes([row["memory"] for row in rows]),
-        quantity("moved", [row["memory"]["moved_bytes_per_step"] for row in rows], BYTES, "/step", hide_zeros=True),
+        quantity("moved", each(rows, "memory.moved_bytes_per_step"), BYTES, "/step", hide_zeros=True),
     ]
+
+
+def each(rows: Sequence[Mapping[str, Any]], path: str) -> list[Any]:
+    """Return the value at a path such as "budget.union.share" of each summary; None where one has none."""
+    values: list[Any] = list(rows)
+    for key in path.split("."):
+        values = [value.get(key) if value else None for value in values]
+    return values
+
+
+def starred(cells: Iterable[str], marks: Iterable[bool]) -> list[str]:
+    """Return the cells with a star behind those that are marked."""
+    return [cell + "*" * mark for cell, mark in zip(cells, marks, strict=True)]
+
+
+def score_marks(entries: Sequence[ReportRow]) -> list[bool]:
+    return [entry.score_differs for entry in entries]
+
+
+def cost_marks(entries: Sequence[ReportRow]) -> list[bool]:
+    return [entry.cost_differs for entry in entries]
 
 
 def _read_in_all(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
@@ -89,54 +111,63 @@ def _read_in_all(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
 
 def measurements(table: Comparison) -> list[Column]:
     """Return the columns of the table of all measurements: scores, tokens read, speed, bytes."""
-    entries, rows = table.entries, [entry.summary for entry in table.entries]
+    entries = table.entries
+    rows = [entry.summary for entry in entries]
     if table.of_perplexity:
         scores = _perplexities(table)
     else:
-        ps = [(row["full"] or {}).get("p") for row in rows]
-        starred = [f"{probability(p)}{'*' * entry.score_differs}" for p, entry in zip(ps, entries, strict=True)]
+        ps = each(rows, "full.p")
+        differences = list(map(_difference, entries))
         scores = [
             _score("95% CI", rows),
-            Column(
-                "vs full",
-                "95% CI",
-                [_difference(entry) for entry in entries],
-                values=[(row["full"] or {}).get("diff") for row in rows],
-            ),
-            Column("p", "", starred, values=ps),
+            Column("vs full", "95% CI", differences, values=each(rows, "full.diff")),
+            Column("p", "", starred(map(probability, ps), score_marks(entries)), values=ps),
             cost_difference(table),
         ]
-    fidelity = [row["fidelity"] or {} for row in rows]
-    low, high = (share("", [row["budget"]["attended"].get(key) for row in rows]) for key in ("p10", "p90"))
-    over_layers = [f"{a}-{b}" if a else "" for a, b in zip(low.cells, high.cells, strict=True)]
-    p50, p90 = quantities({key: [row["tpot_s"][key] for row in rows] for key in ("p50", "p90")}, SECONDS)
-    both = [f"{a}/{b}" if a else "" for a, b in zip(p50.cells, p90.cells, strict=True)]
     return [
         *names(entries),
         *scores,
-        Column("n", "", [num_examples(entry) for entry in entries], values=[row["num_examples"] for row in rows]),
-        counts("too long,\nleft out", [row.get("num_skipped") or None for row in rows]),
-        counts("cut", [row.get("num_cut") or None for row in rows]),
+        Column("n", "", list(map(num_examples, entries)), values=each(rows, "num_examples")),
+        counts("too long,\nleft out", [count or None for count in each(rows, "num_skipped")]),
+        counts("cut", [count or None for count in each(rows, "num_cut")]),
         Column("stamps", "", [stamps(entry, table) for entry in entries], left=True),
-        share("attended", [row["budget"]["attended"]["share"] for row in rows]),
-        replace(low, head="by layers\np10-p90", cells=over_layers),
+        share("attended", each(rows, "budget.attended.share")),
+        _over_layers(rows),
         number("read\nin all", "tokens", _read_in_all(rows)),
-        share("read per\nKV head\n(union)", [row["budget"]["union"]["share"] for row in rows]),
-        *(share(name, [measured.get(name) for measured in fidelity]) for name in ("recall", "mass")),
-        number("KL", "nats", [measured.get("kl") for measured in fidelity]),
-        quantity("TTFT", [row["ttft_s"]["p50"] for row in rows], SECONDS),
-        quantity("TTFT\nlater", [row["ttft_later_s"]["p50"] for row in rows], SECONDS),
-        quantity("TT2T", [row["tt2t_s"]["p50"] for row in rows], SECONDS),
-        replace(p50, head="TPOT p50/90", cells=both),
-        number("decode", "tok/s", [row["throughput_tok_s"] for row in rows]),
+        share("read per\nKV head\n(union)", each(rows, "budget.union.share")),
+        share("recall", each(rows, "fidelity.recall")),
+        share("mass", each(rows, "fidelity.mass")),
+        number("KL", "nats", each(rows, "fidelity.kl")),
+        quantity("TTFT", each(rows, "ttft_s.p50"), SECONDS),
+        quantity("TTFT\nlater", each(rows, "ttft_later_s.p50"), SECONDS),
+        quantity("TT2T", each(rows, "tt2t_s.p50"), SECONDS),
+        _time_per_token(rows),
+        number("decode", "tok/s", each(rows, "throughput_tok_s")),
         *_held_bytes([row["memory"] for row in rows]),
         *(
             _measured(fact, [row["memory"].get(key, row.get(key)) for row in rows])
             for key, fact in FACTS.items()
             if fact.head and not fact.by_turn
         ),
-        share("read\nof Full's", [_read_of_full(entry) for entry in entries]),
+        share("read\nof Full's", list(map(_read_of_full, entries))),
     ]
+
+
+def _over_layers(rows: Sequence[Mapping[str, Any]]) -> Column:
+    low = share("", each(rows, "budget.attended.p10"))
+    high = share("", each(rows, "budget.attended.p90"))
+    return replace(low, head="by layers\np10-p90", cells=_joined(low, "-", high))
+
+
+def _time_per_token(rows: Sequence[Mapping[str, Any]]) -> Column:
+    both = {key: each(rows, f"tpot_s.{key}") for key in ("p50", "p90")}
+    p50, p90 = quantities(both, SECONDS)
+    return replace(p50, head="TPOT p50/90", cells=_joined(p50, "/", p90))
+
+
+def _joined(one: Column, sign: str, other: Column) -> list[str]:
+    """Return the cells of two columns in one; empty where the first is."""
+    return [a and f"{a}{sign}{b}" for a, b in zip(one.cells, other.cells, strict=True)]
 
 
 def likelihoods(table: Comparison) -> list[Column]:
@@ -161,11 +192,13 @@ def costs(table: Comparison) -> list[Column]:
     the prompt), and peak memory; empty if no run has these numbers."""
     rows = [entry.summary for entry in table.entries]
     columns = [
-        quantity("prepare", [row.get("prepare_s") for row in rows], SECONDS),
-        quantity("seal p50", [row["seal_s"]["p50"] for row in rows], SECONDS),
-        *(quantity(head, [row["memory"].get(key) for row in rows], BYTES) for head, key in PEAKS.items()),
+        quantity("prepare", each(rows, "prepare_s"), SECONDS),
+        quantity("seal p50", each(rows, "seal_s.p50"), SECONDS),
+        *(quantity(head, each(rows, f"memory.{key}"), BYTES) for head, key in PEAKS.items()),
     ]
-    return [] if all(column.empty for column in columns) else [*names(table.entries), *columns]
+    if all(column.empty for column in columns):
+        return []
+    return [*names(table.entries), *columns]
 
 
 def step_parts(table: Comparison) -> list[Column]:
@@ -174,13 +207,15 @@ def step_parts(table: Comparison) -> list[Column]:
     traced = [entry for entry in table.entries if entry.summary["trace"]]
     if not traced:
         return []
-    parts = {part: [entry.summary["trace"][f"{part}_s"] for entry in traced] for part in ("step", *PARTS)}
+    rows = [entry.summary for entry in traced]
+    parts = {part: each(rows, f"trace.{part}_s") for part in ("step", *PARTS)}
     return [*names(traced), *quantities(parts, SECONDS)]
 
 
 def _score(unit: str, rows: Sequence[Mapping[str, Any]]) -> Column:
-    scores = [row["score"] for row in rows]
-    return Column("score", unit, [with_ci(s["mean"], s["ci95"]) for s in scores], values=[s["mean"] for s in scores])
+    means = each(rows, "score.mean")
+    cells = list(map(with_ci, means, each(rows, "score.ci95")))
+    return Column("score", unit, cells, values=means)
 
 
 def _difference(entry: ReportRow) -> str:
@@ -193,7 +228,7 @@ def _difference(entry: ReportRow) -> str:
 def _perplexities(table: Comparison) -> list[Column]:
     """Return the columns that replace scores if texts were fed by force: perplexity, and the
     difference to Full with its p."""
-    means = [(entry.summary["likelihood"] or {}).get("mean") for entry in table.entries]
+    means = each([entry.summary for entry in table.entries], "likelihood.mean")
     values = [None if mean is None else exp(mean) for mean in means]
     return [number("perplexity", "", values), cost_difference(table), _cost_p(table)]
 
@@ -202,13 +237,13 @@ def cost_difference(table: Comparison) -> Column:
     """Return a column with the difference in the negative log-likelihood (cost) of right answers
     between each row and Full."""
     costs = [entry.cost for entry in table.entries]
-    cells = [nats_with_ci(cost) + "*" * row.cost_differs for cost, row in zip(costs, table.entries, strict=True)]
+    cells = starred(map(nats_with_ci, costs), cost_marks(table.entries))
     return Column("NLL vs full", "nats, 95% CI", cells, values=[cost.get("diff") for cost in costs])
 
 
 def _cost_p(table: Comparison) -> Column:
     values = [entry.cost.get("p") for entry in table.entries]
-    cells = [f"{probability(p)}{'*' * row.cost_differs}" for p, row in zip(values, table.entries, strict=True)]
+    cells = starred(map(probability, values), cost_marks(table.entries))
     return Column("p", "", cells, values=values)
 
 
@@ -249,12 +284,14 @@ def _read_of_full(entry: ReportRow) -> float | None:
     """Return the bytes that a step read as a share of what Full's step read on the same examples;
     None unless both runs were traced."""
     key = "read_bytes_per_step"
-    whole = {record.id: record[key] for record in entry.full.records} if entry.full else {}
+    of_full = entry.full.records if entry.full else []
+    whole = {record.id: record[key] for record in of_full}
     pairs = [(record[key], whole.get(record.id)) for record in entry.run.records]
     return mean([ours / fulls for ours, fulls in pairs if ours and fulls])
 
 
 def num_examples(entry: ReportRow) -> str:
     """Return the number of examples as text; "3/10" if the run is not complete."""
-    done, expected = entry.summary["num_examples"], entry.run.info.get("num_expected")
+    done = entry.summary["num_examples"]
+    expected = entry.run.info.get("num_expected")
     return str(done) if expected in (None, done) else f"{done}/{expected}"

@@ -40,6 +40,7 @@ MIN_WINDOWS = 24  # windows of a text below which nothing is said of how sure th
 OFF_BUDGET = 0.1  # of the budget: what steps read may differ from it by so much
 _SETTINGS = [key for key, entry in ENTRIES.items() if entry.one_table]
 ONE_TABLE = ("task", "model", *sorted(_SETTINGS, key="seed".__eq__))  # the seed comes last in titles
+CONDITIONS = ("protocol", "placement", "codec", "dtype", "device", "batch", "seed")  # settings in a summary
 SAME_NUMBERS = ("dtype", "device")  # a Full that differs here differs by rounding alone
 
 
@@ -61,8 +62,9 @@ def summarise(
     example. Times are None if the run is `simulated` or `traced`. A `failed` example counts only in
     `num_failed`, a `skipped` one in `num_skipped`.
     """
-    simulated, traced = bool(info.get("simulated", False)), config.get("trace") == "on"
-    tokens = [record.prompt_tokens for record in records]
+    simulated = bool(info.get("simulated", False))
+    traced = config.get("trace") == "on"
+    has_times = not (simulated or traced)
     return {
         "schema": SCHEMA,
         "status": info.get("status", "complete"),
@@ -70,29 +72,20 @@ def summarise(
         "task": info.get("task"),
         "model": model_name(config),
         "presets": info.get("presets"),
-        "budget": _asked(config)
-        | {
-            "attended": _read(records, "attended_prompt") | _over_layers(records),
-            "union": _read(records, "union_prompt"),
-            "capped_share": mean([record["capped_share"] for record in records]),
-            "counts": (info.get("budget_use") or {}).get("counts", "prompt"),
-            "extra_rows": (info.get("budget_use") or {}).get("extra_rows", 0),
-            "total_tokens": mean([record["attended_total"] for record in records]),
-            "not_kept": _not_kept(records, config, info),
-        },
-        **{key: config.get(key) for key in ("protocol", "placement", "codec", "dtype", "device", "batch", "seed")},
+        "budget": _budget(records, config, info),
+        **{key: config.get(key) for key in CONDITIONS},
         "num_examples": len(records),
         "num_failed": len(failed),
         "num_skipped": len(skipped),
         **in_section("examples", records),
-        "prompt_tokens": {"min": min(tokens), "median": median(tokens), "max": max(tokens)} if tokens else None,
+        "prompt_tokens": _prompt_tokens(records),
         "score": _score(records, info),
         "full": against(records, full),
         "likelihood": likelihood(records, full),
         **dict(reversed(in_section("answers", records).items())),
-        "turns": _turns(records, timed=not (simulated or traced)),
+        "turns": _turns(records, has_times),
         "turns_ago": _turns_ago(records),
-        **_speed([] if simulated or traced else records, int(config.get("batch") or 1)),
+        **_speed(records if has_times else [], int(config.get("batch") or 1)),
         "prepare_s": info.get("prepare_s"),
         "memory": in_section("held", records) | in_section("memory", records),
         "fidelity": _fidelity(records),
@@ -102,6 +95,27 @@ def summarise(
         "host_is_cpu": bool(info.get("host_is_cpu", False)),
         "warnings": list(warnings(records, full, info=info, failed=failed, skipped=skipped)),
     }
+
+
+def _budget(records: Sequence[Record], config: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the budget that was asked for, and what was read."""
+    use = info.get("budget_use") or {}
+    return _asked(config) | {
+        "attended": _read(records, "attended_prompt") | _over_layers(records),
+        "union": _read(records, "union_prompt"),
+        "capped_share": mean([record["capped_share"] for record in records]),
+        "counts": use.get("counts", "prompt"),
+        "extra_rows": use.get("extra_rows", 0),
+        "total_tokens": mean([record["attended_total"] for record in records]),
+        "not_kept": _not_kept(records, config, info),
+    }
+
+
+def _prompt_tokens(records: Sequence[Record]) -> dict[str, float] | None:
+    tokens = [record.prompt_tokens for record in records]
+    if not tokens:
+        return None
+    return {"min": min(tokens), "median": median(tokens), "max": max(tokens)}
 
 
 def against(records: Sequence[Record], full: Sequence[Record] | None) -> dict[str, Any] | None:
@@ -126,7 +140,8 @@ def _score(records: Sequence[Record], info: Mapping[str, Any]) -> dict[str, Any]
     means = group_means(records)
     sizes = Counter(record.group for record in records)
     units = [record.independent for record in records]
-    interval = stats.interval([r.score for r in records], [r.group for r in records], units=units)
+    scores = [record.score for record in records]
+    interval = stats.interval(scores, [record.group for record in records], units=units)
     return {
         "mean": fmean(means.values()) if means else None,
         "ci95": _ends(interval),
@@ -136,7 +151,8 @@ def _score(records: Sequence[Record], info: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _read(records: Sequence[Record], measure: str) -> dict[str, float | None]:
-    return {"tokens": mean([r[measure] for r in records]), "share": mean([r.share(measure) for r in records])}
+    tokens = mean([record[measure] for record in records])
+    return {"tokens": tokens, "share": mean([record.share(measure) for record in records])}
 
 
 def _not_kept(records: Sequence[Record], config: Mapping[str, Any], info: Mapping[str, Any]) -> str | None:
@@ -148,22 +164,25 @@ def _not_kept(records: Sequence[Record], config: Mapping[str, Any], info: Mappin
     counts_answer = (info.get("budget_use") or {}).get("counts", "prompt") != "prompt"
     if not asked or counts_answer or config.get("align", "tokens") != "tokens":
         return None
+    is_share = isinstance(asked, float)
     tokens, share = _read(records, "attended_prompt").values()
     usual = config.get("budget_rule", "read") == "read" and not config.get("dense_layers")
-    excess = 0.0 if tokens is None or share is None else (share if isinstance(asked, float) else tokens) - asked
-    limit = not isinstance(asked, float) or _over_layers(records)["p50"] is not None  # which may be more than was read
-    whole = [
-        record for record in records if isinstance(asked, float) and (record.share("attended_prompt") or 0) >= 1 > asked
-    ]
+    read_in_all = share if is_share else tokens
+    excess = 0.0 if tokens is None or share is None or read_in_all is None else read_in_all - asked
+    limit = not is_share or _over_layers(records)["p50"] is not None  # which may be more than was read
+    whole = []
+    if is_share and asked < 1:
+        whole = [record for record in records if (record.share("attended_prompt") or 0) >= 1]
     if usual and (excess if limit else abs(excess)) > OFF_BUDGET * asked:
         shares = f"{percent(share)} % of the prompt, not {percent(asked)} %"
-        read = shares if isinstance(asked, float) else f"{tokens:.0f} tokens of the prompt, not {asked}"
+        read = shares if is_share else f"{tokens:.0f} tokens of the prompt, not {asked}"
     elif whole:
         read = f"{len(whole)} of {len(records)} prompts whole, not {percent(asked)} %"
     else:
         return None
-    why = next((f": {reason}" for record in [*whole, *records] if (reason := record["fallback"])), "")
-    return f"read {read}{why}"
+    reasons = [record["fallback"] for record in [*whole, *records]]
+    why = next(filter(None, reasons), None)
+    return f"read {read}: {why}" if why else f"read {read}"
 
 
 def _over_layers(records: Sequence[Record]) -> dict[str, float | None]:
@@ -301,9 +320,12 @@ def likelihood(records: Sequence[Record], full: Sequence[Record] | None) -> dict
     if not groups:
         return None
     by_group = {group: {"mean": fmean(costs), "n": len(costs)} for group, costs in groups.items()}
-    mean = fmean(group["mean"] for group in by_group.values())
-    difference = _likelihood_beside(records, full or [])
-    return {"n": sum(map(len, groups.values())), "mean": mean, "groups": by_group, "full": difference}
+    return {
+        "n": sum(map(len, groups.values())),
+        "mean": fmean(group["mean"] for group in by_group.values()),
+        "groups": by_group,
+        "full": _likelihood_beside(records, full or []),
+    }
 
 
 def cost_of(record: Record) -> float | None:
@@ -324,8 +346,13 @@ def _likelihood_beside(records: Sequence[Record], full: Sequence[Record]) -> dic
         return None
     shift = stats.shift(*zip(*both, strict=True))
     enough = shift.n >= MIN_WINDOWS or records[0].stop != "forced"
-    ends = _ends(shift.ci) if enough else None
-    return {"n": shift.n, "mean_diff": shift.mean, "diff": shift.diff, "ci95": ends, "p": shift.p if enough else None}
+    return {
+        "n": shift.n,
+        "mean_diff": shift.mean,
+        "diff": shift.diff,
+        "ci95": _ends(shift.ci) if enough else None,
+        "p": shift.p if enough else None,
+    }
 
 
 class Neighbours:
