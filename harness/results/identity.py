@@ -39,8 +39,8 @@ PARTS = {
 OURS = ("harness", "methods", "kernels", "evals")
 # modules, and all below them, that many plug-ins share
 CORE = (
-    "harness", "kernels", "methods.base", "methods.budget", "methods.layers", "methods.parts", "methods.pools",
-    "methods.tiers", "evals.base", "evals.bounded", "evals.data", "evals.hub", "evals.stats",
+    "harness", "kernels", "methods.abilities", "methods.base", "methods.budget", "methods.layers", "methods.parts",
+    "methods.pools", "methods.tiers", "evals.base", "evals.bounded", "evals.data", "evals.hub", "evals.stats",
 )  # fmt: skip
 Values = Mapping[str, Any]
 
