@@ -26,9 +26,9 @@ ALLOWED = {
         "wonderwords", "tokenizers", "lm_eval", "jinja2", "math_verify",
     },
 }  # fmt: skip
-# room of the harness -> rooms that it may import, itself apart; a folder of a room may have an entry of its own
 # files that declare what records hold; they import no more than the form of a declaration, results/fact.py
 FACTS = ("results.fact", "engine.facts", "prompts.facts", "jobs.facts", "cachedattention.facts")
+# room of the harness -> rooms that it may import, itself apart; a folder of a room may have an entry of its own
 ROOMS: dict[str, set[str] | None] = {
     **{file: {"results.fact"} for file in FACTS},
     "commands": None,  # they may import any room
@@ -38,9 +38,7 @@ ROOMS: dict[str, set[str] | None] = {
     "prompts": set(),
     "engine": {"models", "prompts"},
     "results": {"terminal", "config", "engine", *FACTS},
-    "jobs": {
-        "terminal", "config", "models", "prompts", "engine", "results", "cachedattention",
-    },
+    "jobs": {"terminal", "config", "models", "prompts", "engine", "results"},
     "sweeps": {"terminal", "config", "models", "results", "jobs"},
     "reports": {"terminal", "config", "engine", "results"},
     "attention_statistics": {"config", "engine", "jobs", "models", "reports", "results"},
@@ -201,6 +199,13 @@ def test_rooms_of_the_harness_point_one_way() -> None:
             declared = {facts for facts in FACTS if facts.partition(".")[0] in {*allowed, room.partition(".")[0]}}
             others = {room_of(module) for module in imported_modules(file, known)} - {room, *declared}
             assert others <= allowed, f"{name} imports from {', '.join(sorted(others - allowed))}"
+
+
+def test_no_room_comes_back_to_one_below_it() -> None:
+    TopologicalSorter({room: set(allowed or ()) - {room} for room, allowed in ROOMS.items()}).prepare()
+    jobs = (ROOT / "harness" / "jobs").glob("*.py")
+    named = [file.name for file in jobs if "harness.cachedattention" in file.read_text()]
+    assert named == ["histories.py"]  # which finds it by its name alone
 
 
 def test_no_imports_in_a_circle() -> None:

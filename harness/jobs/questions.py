@@ -13,9 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.cachedattention.store.disk import HistoryError
-from harness.cachedattention.turns.caches import CachesBetweenTurns
-from harness.cachedattention.turns.conversation import Conversation, Overflow
 from harness.config.errors import breaks_device, is_memory
 from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.running_sequence import Generation, RunningSequence, seal
@@ -25,6 +22,7 @@ from harness.engine.graph import CaptureBroke
 from harness.engine.saved_state import Snapshot
 from harness.jobs.examples import PreparedExample
 from harness.jobs.facts import PEAKS
+from harness.jobs.histories import Histories, Talk
 from harness.jobs.likelihood import Likelihood
 from harness.jobs.prefill import Prefilled, Usage, larger
 from harness.models.devices import wait_for
@@ -95,7 +93,7 @@ def refuse_to_go_on(error: Exception) -> None:
     device in a broken state, a full disk, a results folder that cannot be written, a backend that
     was asked for and refuses, or a method that returns something wrong. Memory that ran out is one
     example's error, because a shorter example may fit; so is a record that cannot be written."""
-    kinds = (OSError, StoreError, HistoryError, BackendError, CaptureBroke, ReturnedError)
+    kinds = (OSError, StoreError, BackendError, CaptureBroke, ReturnedError)
     if is_memory(error) or isinstance(error, RecordError):
         return
     if isinstance(error, kinds) or breaks_device(error):
@@ -142,19 +140,17 @@ class ContextSession:
     def __init__(
         self,
         engine: Engine,
-        caches: CachesBetweenTurns,
+        histories: Histories,
         items: Sequence[PreparedExample],
         prefilled: Prefilled,
         context: int | None,
         ending: Ending,
-        overflow: Overflow | None,
         likelihood: Likelihood | None,
     ) -> None:
         """`prefilled`: the filled cache of the first item's prompt, or of its first `context`
-        tokens. `ending`: returns, for a turn, how tokens are picked and when it stops. `overflow`:
-        how old tokens leave a conversation; None where none do. `likelihood`: measures right
-        answers; None to skip that."""
-        self.engine, self.caches, self.ending, self.overflow = engine, caches, ending, overflow
+        tokens. `ending`: returns, for a turn, how tokens are picked and when it stops. `likelihood`:
+        measures right answers; None to skip that."""
+        self.engine, self.histories, self.ending = engine, histories, ending
         self.likelihood = likelihood
         self._prefilled: Prefilled | None = prefilled  # until the last example begins
         self._context, self._waiting = context, deque(items)
@@ -163,7 +159,7 @@ class ContextSession:
         self._turns = deque[PreparedExample]()  # of the example that is asked, those to come
         self._unanswered: Snapshot | None = None  # the cache before the answer, where a given reply takes its place
         self.asked = items[0]  # the example that is asked, or was last
-        self.talk: Conversation
+        self.talk: Talk
         self.transcript: Transcript
 
     @property
@@ -188,7 +184,7 @@ class ContextSession:
 
     def give_up(self) -> None:
         """Drop the stored conversation of the current example, which failed."""
-        self.caches.forget(self.asked.example.id)
+        self.histories.forget(self.asked.example.id)
 
     @torch.inference_mode()
     def ended(self, made: Generation) -> None:
@@ -217,14 +213,8 @@ class ContextSession:
             if self._several and later is None:
                 self._shared = SealedContext(ready.cache, ready.began)
             began = ready.began if self._shared is None else self._shared.begin()
-            self.talk = Conversation(
-                self.caches,
-                item.example.id,
-                ready.cache.capacity,
-                len(item.turns),
-                overflow=self.overflow,
-                by_token=self._context is not None,
-            )
+            by_token, turns = self._context is not None, len(item.turns)
+            self.talk = self.histories.talk(item.example.id, ready.cache.capacity, turns, by_token=by_token)
             self.talk.ask(item.prompt.ids, item.new_tokens)
             self.talk.begin(ready.cache)
             slot = self._join(batch, item, ready.logits, began)

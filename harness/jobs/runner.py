@@ -19,9 +19,6 @@ import torch
 from torch import Tensor
 
 from evals.base import Task
-from harness.cachedattention.turns.caches import CachesBetweenTurns
-from harness.cachedattention.turns.conversation import Overflow
-from harness.cachedattention.turns.opening import in_memory, opened_caches
 from harness.config.errors import is_memory
 from harness.config.settings import Settings
 from harness.engine.attach import Attachment
@@ -32,6 +29,7 @@ from harness.engine.graph import CudaGraphs
 from harness.engine.sampling import Greedy, MinLength, Sampled, Sampler
 from harness.engine.trace import Tracer
 from harness.jobs.examples import PreparedExample, by_context, room
+from harness.jobs.histories import Histories, in_memory, opened
 from harness.jobs.likelihood import Likelihood, choices_output
 from harness.jobs.prefill import Prefilled, Usage
 from harness.jobs.questions import ContextSession, Failed, Transcript, let_go, refuse_to_go_on
@@ -111,7 +109,6 @@ class Runner:
         self.task, self.settings, self.loaded, self.folder = task, settings, loaded, folder
         self._closing = ExitStack()
         self.device = loaded.model.device
-        self.overflow = Overflow(settings.overflow) if settings.overflow.window is not None else None
         self.engine = Engine(
             attachment,
             prefill_chunk=settings.prefill_chunk,
@@ -125,11 +122,11 @@ class Runner:
             self.engine.tracer = Tracer(self.device)
 
     @cached_property
-    def kept(self) -> CachesBetweenTurns:
+    def kept(self) -> Histories:
         """The caches of conversations between their turns. There is one store for the whole run,
         opened on first use."""
-        opened = opened_caches(self.settings, self.engine.attachment, self.loaded, self.folder.name)
-        return self._closing.enter_context(opened)
+        histories = opened(self.settings, self.engine.attachment, self.loaded, self.folder.name)
+        return self._closing.enter_context(histories)
 
     def close(self) -> None:
         self._closing.close()
@@ -141,7 +138,7 @@ class Runner:
         used."""
         tracer, self.engine.tracer = self.engine.tracer, None
         by_length = sorted(pending, key=lambda item: (not item.further, len(item.prompt.ids)))
-        kept = in_memory(self.settings.history, self.engine.attachment)
+        kept = in_memory(self.settings, self.engine.attachment)
         for _ in self.answers([_shortened(item) for item in by_length[: self.settings.warmup]], kept=kept):
             pass
         self.engine.tracer = tracer
@@ -150,7 +147,7 @@ class Runner:
         self,
         items: Iterable[PreparedExample],
         prefilled: dict[str, Prefilled] | None = None,
-        kept: CachesBetweenTurns | None = None,
+        kept: Histories | None = None,
     ) -> Iterator[Transcript | Failed]:
         """Yield the answers to `items` in the order in which they end. `batch` examples run at a
         time; when one ends, the next joins. If a step of several examples fails, each of them is
@@ -166,7 +163,7 @@ class Runner:
         return _whole_examples(items, self._transcripts(items, prefilled or {}, kept))
 
     def _transcripts(
-        self, items: Sequence[PreparedExample], prefilled: dict[str, Prefilled], kept: CachesBetweenTurns
+        self, items: Sequence[PreparedExample], prefilled: dict[str, Prefilled], kept: Histories
     ) -> Iterator[Transcript | Failed]:
         """Yield what each example gave, in the order in which they end. An example with choices
         gives one transcript per choice, because each choice runs as an example of its own
@@ -191,7 +188,7 @@ class Runner:
         self,
         items: Sequence[PreparedExample],
         prefilled: dict[str, Prefilled],
-        kept: CachesBetweenTurns,
+        kept: Histories,
         side: SideBySide,
     ) -> Iterator[Failed]:
         """Start the examples of one context: use the cache in `prefilled`, or prefill one. Yield an
@@ -200,7 +197,7 @@ class Runner:
             ready = prefilled.pop(items[0].example.id, None) or self._prefill(items)
             context = self._context(items[0])
             likelihood, ending = self.likelihood, self.ending
-            asking = ContextSession(self.engine, kept, items, ready, context, ending, self.overflow, likelihood)
+            asking = ContextSession(self.engine, kept, items, ready, context, ending, likelihood)
         except Exception as error:
             if not side.tries_alone(items, error):
                 yield from (Failed(item, error) for item in items)

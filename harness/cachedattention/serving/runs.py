@@ -15,6 +15,7 @@ from harness.cachedattention.serving.figures import Answer, cost, figures, table
 from harness.cachedattention.serving.loop import Clock, ServingLoop
 from harness.cachedattention.serving.plan import ServingPlan, TrafficPoint
 from harness.cachedattention.simulation.costs import Prices
+from harness.cachedattention.turns.opening import Histories
 from harness.cachedattention.turns.stored import StoredCaches
 from harness.config.errors import one_sentence
 from harness.engine.hf import routed
@@ -110,7 +111,9 @@ def served(plan: ServingPlan, folder: Path) -> ServedRow:
         with closing(Runner(job.task, job.settings, folder, attachment, loaded)) as runner:
             runner.kept.expect(conversation_bytes(job.model.describe(), job.settings, job.items))
             runner.warm_up(job.items)
-            clock, kept = Clock(sleep=time.sleep if traffic.clock == "wall" else None), runner.kept
+            clock = Clock(sleep=time.sleep if traffic.clock == "wall" else None)
+            assert isinstance(runner.kept, Histories)
+            kept = runner.kept.caches
             loop = ServingLoop(runner.engine, kept, clock, ending=runner.ending, slots=traffic.slots)
             turns = [1 for session in plan.sessions for _ in session.item.turns]
             coming = loop.serve(plan.sessions)

@@ -33,6 +33,7 @@ from harness.cachedattention.store.block import Block, WrittenFile, write
 from harness.cachedattention.store.fingerprint import EXACT
 from harness.cachedattention.store.placement import DiskAccount
 from harness.results.lock import FolderInUse, FolderLock, owner
+from harness.results.records import StoreError
 from harness.terminal.stopping import whole
 from kernels.temporary import remove_abandoned, replacing
 
@@ -46,7 +47,7 @@ class HistoryWarning(UserWarning):
     again."""
 
 
-class HistoryError(ValueError):
+class HistoryError(StoreError):
     """Raised where a store of conversations cannot be opened or used as asked; the message says
     what to do."""
 

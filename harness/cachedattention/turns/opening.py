@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness.cachedattention.store.disk import HistoryError
@@ -12,6 +13,7 @@ from harness.cachedattention.store.fingerprint import Fingerprint, content_diges
 from harness.cachedattention.store.history_store import HistoryStore
 from harness.cachedattention.store.placement import POLICIES
 from harness.cachedattention.turns.caches import CachesBetweenTurns, DevicePrefix, NewCache
+from harness.cachedattention.turns.conversation import Conversation, Overflow
 from harness.cachedattention.turns.stored import StoredCaches
 from harness.config.settings import BLOCK_TOKENS, IO_THREADS, WRITE_BUFFER, Settings, SettingsError
 from harness.engine.attach import Attachment
@@ -43,17 +45,34 @@ def fingerprint(attachment: Attachment, loaded: LoadedModel, **more: object) -> 
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Histories:
+    """What keeps the caches of a run's conversations between their turns, and the rule by which old
+    tokens leave them; None where none do. Runs know it by harness/jobs/histories.py."""
+
+    caches: CachesBetweenTurns
+    overflow: Overflow | None
+
+    def talk(self, session: str, capacity: int, turns: int, *, by_token: bool) -> Conversation:
+        """Begin the conversation `session`."""
+        return Conversation(self.caches, session, capacity, turns, overflow=self.overflow, by_token=by_token)
+
+    def expect(self, size: int) -> None:
+        self.caches.expect(size)
+
+    def forget(self, session: str) -> None:
+        self.caches.forget(session)
+
+
 @contextmanager
-def opened_caches(
-    settings: Settings, attachment: Attachment, loaded: LoadedModel, run: str
-) -> Iterator[CachesBetweenTurns]:
+def opened(settings: Settings, attachment: Attachment, loaded: LoadedModel, run: str) -> Iterator[Histories]:
     """Yield the object that keeps KV caches between the turns of conversations, as
     `settings.history` asks, and close it on leaving. `run` names the folder of the disk tier inside
     `store.folder`."""
     if settings.history != "store":
-        caches = in_memory(settings.history, attachment)
-        yield caches
-        caches.close()
+        kept = in_memory(settings, attachment)
+        yield kept
+        kept.caches.close()
         return
     wanted = settings.store
     whose = fingerprint(attachment, loaded, protocol=settings.protocol)
@@ -76,13 +95,18 @@ def opened_caches(
         except HistoryError as error:
             raise SettingsError(f"store.folder: {error}.") from error
         with store:
-            yield StoredCaches(_starting(attachment), attachment, store)
+            yield Histories(StoredCaches(_starting(attachment), attachment, store), _overflow(settings))
 
 
-def in_memory(history: str, attachment: Attachment) -> CachesBetweenTurns:
+def in_memory(settings: Settings, attachment: Attachment) -> Histories:
     """Return an object for KV caches between turns that needs no store: one that keeps nothing for
     history=recompute, else one that leaves them on the device, which stands in for a store too."""
-    return (CachesBetweenTurns if history == "recompute" else DevicePrefix)(_starting(attachment))
+    caches = CachesBetweenTurns if settings.history == "recompute" else DevicePrefix
+    return Histories(caches(_starting(attachment)), _overflow(settings))
+
+
+def _overflow(settings: Settings) -> Overflow | None:
+    return Overflow(settings.overflow) if settings.overflow.window is not None else None
 
 
 def _starting(attachment: Attachment) -> NewCache:
