@@ -29,6 +29,13 @@ def _seconds(key: str) -> Fact:
     return Fact(unit="seconds", over_turns=total, by_turn=entry(middle), head=head)
 
 
+SECONDS = (
+    "load_s",  # waited until the cache was there, within the first token's time
+    "hidden_s",  # in which layers were on their way during the turn's own computing
+    "save_ahead_s",  # handing over the prompt's rows, within the first token's time; null as save_s
+    "save_s",  # after the last token; null where no turn follows
+    "save_hidden_s",  # in which its rows left the device while nobody waited for that
+)
 HISTORY = {
     # where it was found; null on a miss
     "hit_tier": Fact(unit="tier", by_turn=entry(_tiers, "hits"), head="found in", note=_nowhere),
@@ -50,10 +57,5 @@ HISTORY = {
     "lost_to": Fact(unit="other", over_turns=first),  # why it is gone, the first of a conversation's
     # that were computed, the history's too where it was not found
     "new_tokens": Fact(unit="tokens", over_turns=total, by_turn=entry(mean), head="computed"),
-    "load_s": _seconds("load_s"),  # waited until the cache was there, within the first token's time
-    "hidden_s": _seconds("hidden_s"),  # in which layers were on their way during the turn's own computing
-    # handing over the prompt's rows, within the first token's time; null as save_s
-    "save_ahead_s": _seconds("save_ahead_s"),
-    "save_s": _seconds("save_s"),  # after the last token; null where no turn follows
-    "save_hidden_s": _seconds("save_hidden_s"),  # in which its rows left the device while nobody waited for that
+    **{key: _seconds(key) for key in SECONDS},
 }

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from harness.results.fact import Fact, entry, first, largest, last, total
 from methods.tiers.tier import DEVICE, TIERS, bytes_key
 
@@ -15,22 +17,23 @@ RECOMPUTED = {
         lambda record: bool(record["recomputed"])
     )
 }
+SECONDS = Fact(unit="seconds", over_turns=total)
+OF_SEAL = replace(SECONDS, required=True)
+TOLD = Fact(unit="other", required=True)
 GENERATED = {
-    # of the machine's time: own load, prefill, seal and save, and an equal part of its steps
-    "share_s": Fact(unit="seconds", over_turns=total),
-    "decode_share_s": Fact(unit="seconds", over_turns=total),  # the same of the steps after the second token
-    "seal_s": Fact(unit="seconds", over_turns=total, required=True),
-    "question_s": Fact(unit="seconds", over_turns=total, required=True),
-    "sealed": Fact(unit="other", over_turns=any, required=True, warnings=SEALED),
-    "fallback": Fact(unit="other", over_turns=first, required=True),  # what was done in place of the rule, and why
-    "trace": Fact(unit="other", required=True),
+    "share_s": SECONDS,  # of the machine's time: own load, prefill, seal and save, and an equal part of its steps
+    "decode_share_s": SECONDS,  # the same of the steps after the second token
+    "seal_s": OF_SEAL,
+    "question_s": OF_SEAL,
+    "sealed": replace(TOLD, over_turns=any, warnings=SEALED),
+    "fallback": replace(TOLD, over_turns=first),  # what the method did in place of its rule, and why
+    "trace": TOLD,
     # how often its text was computed anew because it outgrew the model's rotation
     "recomputed": Fact(
         unit="other", older=0, over_turns=sum, section="answers", over_examples=entry(sum), warnings=RECOMPUTED
     ),
-    "capture_s": Fact(unit="seconds", over_turns=total),  # capturing the decode step, within the second token's time
-    # Triton's making kernels ready, within the other times; null where it makes none
-    "compile_s": Fact(unit="seconds", over_turns=total),
+    "capture_s": SECONDS,  # capturing the decode step, within the second token's time
+    "compile_s": SECONDS,  # Triton's making kernels ready, within the other times; null where it makes none
     "along": Fact(unit="other"),  # costs along an answer of more than 64 steps, a number per stretch
 }
 # by tier, the bytes of its own cache; of the whole batch in lines without `share_s`

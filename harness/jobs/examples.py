@@ -126,7 +126,7 @@ class PreparedExample:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record holds of it, by key (harness/jobs/facts.py)."""
+        """The values that a record holds of it, by key (harness/jobs/facts.py)."""
         warnings = [finding.message for finding in self.findings]
         return {"warnings": warnings, "cut_tokens": self.prompt.cut_tokens, "unit": self.example.unit}
 

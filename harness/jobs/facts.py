@@ -30,15 +30,16 @@ def _shared(title: str, records: Sequence[Any], _: Mapping[str, Any]) -> Iterato
 
 
 TASK = {"data": Fact(unit="other", required=True, over_turns=lambda turns: dict(turns[0]))}  # depth, length ...
-_PEAK = Fact(unit="bytes", per="example", required=True, section="memory", over_examples=entry(largest))
+TOLD = Fact(unit="other", per="example", required=True)
+PEAK = Fact(unit="bytes", per="example", required=True, section="memory", over_examples=entry(largest))
 EXAMPLES = {
-    "device_peak_bytes": _PEAK,
-    "host_peak_bytes": _PEAK,
+    "device_peak_bytes": PEAK,
+    "host_peak_bytes": PEAK,
     # the same of the prefill, and of all after it: PEAKS
     "peaks": Fact(unit="bytes", per="example", section="memory", over_examples=_peaks),
-    "warnings": Fact(unit="other", per="example", required=True),
-    "fidelity": Fact(unit="other", per="example", required=True),
-    "prompt_ids": Fact(unit="other", per="example", required=True),
+    "warnings": TOLD,
+    "fidelity": TOLD,
+    "prompt_ids": TOLD,
     # that left its context, by the task's own cut or by the setting too_long
     "cut_tokens": Fact(
         unit="examples",

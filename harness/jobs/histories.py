@@ -29,7 +29,7 @@ class Saved(Protocol):
 
 
 class Found(Protocol):
-    """What a turn begins with."""
+    """The cache with which a turn begins."""
 
     @property
     def cache(self) -> KVCache:
@@ -41,7 +41,7 @@ class Found(Protocol):
 
 
 class Talk(Protocol):
-    """One conversation, turn by turn: `ask`, then `begin` with a filled cache or `resume` and `compute`, decode,
+    """A conversation, turn by turn: `ask`, then `begin` with a filled cache or `resume` and `compute`, decode,
     `answered`, `save`. An example of one turn is one, too."""
 
     text: list[int]  # of user and model so far

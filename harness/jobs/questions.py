@@ -48,7 +48,7 @@ class Transcript:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record holds of the example's run, by key (harness/jobs/facts.py). Peaks of memory are the
+        """The values that a record holds of the example's run, by key (harness/jobs/facts.py). Peaks of memory are the
         whole process's, so sequences that run at the same time are included."""
         prefill, decode, compared = self.prefill, self.decode, self.turns[0].fidelity
         peaks = (prefill.device_bytes, prefill.host_bytes, decode.device_bytes, decode.host_bytes)

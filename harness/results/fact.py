@@ -51,7 +51,7 @@ def last(values: Sequence[Any]) -> Any:
 
 
 def unknown(values: Sequence[Any]) -> None:
-    """Return None: the fact belongs to one turn and says nothing of several."""
+    """Return None: the fact belongs to one turn and tells nothing of several."""
 
 
 def entry(reduce: Reduce, name: str | None = None) -> Entries:

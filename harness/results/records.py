@@ -51,7 +51,7 @@ class Reply:
 
     @property
     def data(self) -> dict[str, Any]:
-        """What the task said of the example: depth, length ..."""
+        """Return what the task said of the example: depth, length ..."""
         return self["data"]
 
     @property

@@ -93,7 +93,6 @@ class Conversation:
         self.asked = 0  # turns that have begun
         self.text: list[int] = []  # of user and model so far
         self.fed = 0  # tokens of the text that the cache held when the last turn ended
-        self.dropped = 0  # tokens that left the window before this turn
         self.new_tokens = 0  # tokens of this turn's text that its cache did not hold
         self.facts: dict[str, Any] = {}  # what a record holds of this turn, by key (harness/cachedattention/facts.py)
         self.save_ahead_s = 0.0
@@ -125,12 +124,16 @@ class Conversation:
         answer of `new_tokens`, the oldest part of the history leaves text and cache."""
         self.asked += 1
         self.text += ids
+        self._facts_before = self.facts
+        self.facts = {}
         if self.overflow is not None:
             fed, unread = self.text[: self.fed], self.text[self.fed :]
             stays = self.overflow.make_room(self.caches, self.session, fed, len(unread) + new_tokens)
-            self.text, self.fed, self.dropped = stays + unread, len(stays), len(fed) - len(stays)
-        self._facts_before = self.facts
-        self.facts = {"history_tokens": len(self.text) - len(ids)}
+            if self.asked > 1:
+                self.facts["dropped_tokens"] = len(fed) - len(stays)
+            self.text = stays + unread
+            self.fed = len(stays)
+        self.facts["history_tokens"] = len(self.text) - len(ids)
 
     def ahead(self, ids: Sequence[int]) -> None:
         """Begin to load the first layers of the history for the turn that will ask `ids`; no turn
@@ -152,8 +155,6 @@ class Conversation:
         self.facts |= {"hit_tier": found.tier, "load_s": found.load_s, "hidden_s": found.hidden_s}
         if self.caches.stores:
             self.facts |= {"lost_turns": int(found.lost is not None), "lost_to": found.lost}
-        if self.overflow is not None:
-            self.facts["dropped_tokens"] = self.dropped
         self._begun()
         return logits
 

@@ -47,8 +47,8 @@ def fingerprint(attachment: Attachment, loaded: LoadedModel, **more: object) -> 
 
 @dataclass(frozen=True, slots=True)
 class Histories:
-    """What keeps the caches of a run's conversations between their turns, and the rule by which old
-    tokens leave them; None where none do. Runs know it by harness/jobs/histories.py."""
+    """The caches of a run's conversations between their turns, and the rule by which old tokens
+    leave them; None where none do. Runs know it by harness/jobs/histories.py."""
 
     caches: CachesBetweenTurns
     overflow: Overflow | None

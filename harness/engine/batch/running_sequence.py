@@ -87,7 +87,7 @@ class Generation:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a record holds of it, by key (harness/engine/facts.py and harness/results/measures.py)."""
+        """The values that a record holds of it, by key (harness/engine/facts.py and harness/results/measures.py)."""
         held = {bytes_key(tier): size for tier, size in self.kv.items()}
         return {**{key: getattr(self, key) for key in GENERATED}, **held, **self.measured}
 
