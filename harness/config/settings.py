@@ -244,6 +244,15 @@ class Settings:
         after_prefill=True,
         read_by=BOTH,
     )
+    merge: str | None = setting(
+        None,
+        "cam: where rows go while the answer grows (TOVA, R-KV), merge their values into rows that stay, as CaM does",
+        READ,
+        choices=(None, "cam"),
+        after_prefill=True,
+        named="always",
+        read_by=BOTH,
+    )
     placement: str = setting(
         DEVICE,
         "host, disk: methods that offload keep the prompt's keys and values in host memory, or in files",

@@ -36,6 +36,7 @@ from harness.results.files import unwritable
 from harness.terminal.notices import say_once
 from methods.abilities import ability, asked, refuse
 from methods.abilities.kept_codec import KeptCodec
+from methods.abilities.merge import Merge
 from methods.abilities.repeat import Repeat
 from methods.base import Ability, Budget, Method, PaperBudget, check_layers, paper_differs
 from methods.full import Full
@@ -118,7 +119,8 @@ def codec_of(settings: Settings) -> Codec | None:
 
 def abilities_of(settings: Settings, budget: Budget | None) -> tuple[Ability, ...]:
     """Return the abilities that the settings give a method (methods/abilities)."""
-    return asked(budget, codec_of(settings))
+    merge = () if settings.merge is None or budget is None else (Merge(settings.merge),)
+    return (*asked(budget, codec_of(settings)), *merge)
 
 
 def _budget(settings: Settings, method: Method, info: ModelInfo) -> Budget | None:

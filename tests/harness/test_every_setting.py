@@ -43,6 +43,7 @@ OTHERS: dict[str, Other] = {
     "dense_layers": Other([1]),
     "budget_mass": Other(0.6),
     "budget_generated": Other(8),
+    "merge": Other("cam"),
     "placement": Other("host"),
     "codec": Other("int8"),
     "overlap": Other("on", {"placement": "host"}),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.rope import rotate
 from methods.abilities import asked
-from methods.base import AttnInput, Budget, CacheState, KVLayer, LayerSpec, Method, Request
+from methods.base import Ability, AttnInput, Budget, CacheState, KVLayer, LayerSpec, Method, Request
 
 WIDTH = 48  # of the model
 
@@ -97,6 +97,7 @@ class Sequences:
         placement: str = "device",
         prepared: object = None,
         reuse_steps: int = 0,
+        abilities: tuple[Ability, ...] = (),
     ) -> Request:
         return Request(
             batch=self.shape.batch,
@@ -104,7 +105,7 @@ class Sequences:
             dtype=torch.float32,
             device=torch.device("cpu"),
             budget=(given := Budget(budget) if isinstance(budget, (int, float)) else budget),
-            abilities=asked(given),
+            abilities=(*asked(given), *abilities),
             placement=placement,
             prepared=prepared,
             reuse_steps=reuse_steps,

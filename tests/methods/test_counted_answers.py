@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +22,15 @@ from harness.prompts.teacher import Forced
 from kernels.dispatch import use_backend
 from methods.abilities import ability, asked, refuse
 from methods.abilities.bounded_answer import CountedAnswer
+from methods.abilities.merge import Merge as CaM
+from methods.abilities.merge import Merging
 from methods.base import AttnInput, Budget, BudgetError, Method
 from methods.full import Full
 from methods.layers import Layer
 from methods.layers.batched import alone_because
 from methods.layers.returned import ReturnedError
 from methods.rkv import RKV
+from methods.snapkv import SnapKV
 from methods.tova import TOVA, TOVAKeep
 from tests.methods.synthetic import SHAPES, Sequences, attention
 from tests.tape import Tape
@@ -164,11 +168,11 @@ def test_a_budget_that_covers_prompt_and_answer_gives_fulls_tokens(name: str) ->
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, "cam"])
 def test_a_cache_goes_back_to_its_seal_with_all_rows(name: str) -> None:
     """Between two answers to questions on one context, although each has dropped rows of it."""
-    answers = []
-    with attached(tiny("llama"), METHODS[name], budget=0.4) as kv:
+    answers, abilities = [], (CaM("cam"),) * (name == "cam")
+    with attached(tiny("llama"), METHODS.get(name, TOVA()), budget=0.4, abilities=abilities) as kv:
         engine, ids = Engine(kv), prompt(83)
         cache = engine.cache(ids, 60)
         logits = engine.prefill(cache, ids, whole=True)
@@ -238,11 +242,12 @@ def test_values_that_a_step_changes_in_place_end_the_run(budget: float) -> None:
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize("name", [*METHODS, "merge"])
+@pytest.mark.parametrize("name", [*METHODS, "merge", "cam"])
 def test_sequences_in_slots_get_what_each_gets_alone(name: str) -> None:
     """Each drops rows at steps of its own; where all of it fits, steps are shared."""
+    method, abilities = {**METHODS, "merge": Merge(), "cam": TOVA()}[name], (CaM("cam"),) * (name == "cam")
     asked = [(prompt(length, seed=length), new) for length, new in ((33, 6), (90, 30), (61, 14), (83, 23))]
-    with attached(tiny("llama"), {**METHODS, "merge": Merge()}[name], budget=46) as kv:
+    with attached(tiny("llama"), method, budget=46, abilities=abilities) as kv:
         engine, batch = Engine(kv), RunningBatch(Engine(kv))
         alone = [engine.generate(ids, max_new_tokens=new).tokens for ids, new in asked]
         slots = [engine.join(batch, ids, max_new_tokens=new) for ids, new in asked]
@@ -279,3 +284,45 @@ def test_of_a_chunk_only_the_last_queries_are_copied() -> None:
 def test_a_budget_of_generated_tokens_is_refused() -> None:
     with pytest.raises(BudgetError, match="its budget counts them already: leave out budget_generated"):
         refuse(TOVA(), asked(Budget(20, generated=8)))
+
+
+@pytest.mark.skipif(find_spec("kvpress") is None, reason="kvpress is not installed: `make setup` does it")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_of_rows_that_go_are_merged_as_in_kvpress(shape: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its CaM with TOVA's scores, with draws that depend on the chances alone, so that they are the same."""
+    from kvpress import CAMPress, TOVAPress
+
+    def draws(chances: Tensor) -> Tensor:
+        return (chances * 1000 % 1 < chances).float()
+
+    monkeypatch.setattr(torch, "bernoulli", draws)
+    monkeypatch.setattr(Merging, "draws", lambda state, chances: draws(chances))
+    most, start, merged = 23, 9, 0
+    s = Sequences(shape, start + 60)
+    (layer,) = s.start(TOVA(), most + 1, abilities=(CaM("cam"),))
+    s.seal([layer], 0, start)
+    press: Any = CAMPress(base_press=TOVAPress(), compression_interval=1, target_size=most)
+    press.layer_step_counts = {0: 1}
+    k, v = s.k(0)[:, :, :start], s.v[0][:, :, :start]
+    sums = k.new_zeros(*k.shape[:2], 0)
+    for position in range(start, s.length):
+        s.decode([layer], position)
+        k, v = (torch.cat([held, x[:, :, position, None]], 2) for held, x in ((k, s.k(0)), (v, s.v[0])))
+        assert_close(layer.store.v, v)  # type: ignore[attr-defined]
+        grouped = s.q(0)[:, :, position].unflatten(1, (shape.groups, -1))
+        weights = (grouped @ k.mT * shape.dim**-0.5).softmax(-1)  # [B G g S]
+        sums = torch.nn.functional.pad(sums, (0, k.shape[2] - sums.shape[2])) + weights.mean(2)
+        scores = torch.nn.functional.pad(weights[..., :-1].mean((1, 2)), (0, 1), value=9.0)
+        press.base_press = SimpleNamespace(compression_ratio=0, score=lambda *_, scores=scores: scores[:, None])
+        if k.shape[2] > most:
+            before = v.clone()
+            press._running_attn_sum = {0: sums}
+            k, v = press.compress(SimpleNamespace(layer_idx=0), None, k, v, sums, {})
+            sums, merged = press._running_attn_sum[0], merged + (not torch.isin(v, before).all())
+    assert merged > 5
+
+
+def test_only_methods_whose_rows_go_take_a_merge() -> None:
+    refuse(TOVA(), (CaM("cam"),))
+    with pytest.raises(ValueError, match="SnapKV takes no merge=cam"):
+        refuse(SnapKV(), (CaM("cam"),))
