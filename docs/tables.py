@@ -19,6 +19,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -84,7 +85,7 @@ def listing(names: Sequence[str], methods: Sequence[str] = (), budgets: Sequence
     """Return a Markdown table from the CSV files of these names, with a row per method and budget:
     Full first, then the methods by their mean score. `methods`: presets to show beside Full;
     `budgets`: percents of the prompt to show. None means all."""
-    rows = pd.concat([pd.read_csv(PUBLISHED / f"{name}.csv").map(unescaped) for name in names], ignore_index=True)
+    rows = pd.concat(map(_read, names), ignore_index=True)
     if methods:
         rows = rows[rows["presets.method"].isin(["full", *methods])]
     if budgets:
@@ -96,8 +97,9 @@ def listing(names: Sequence[str], methods: Sequence[str] = (), budgets: Sequence
     if "score.averages.perplexity" in rows:
         scores = LIKELIHOODS
     else:
-        groups = {name[0]: name[1] for column in rows if (name := re.fullmatch(r"score\.groups\.(.+)\.mean", column))}
-        scores = {column: (name, 100, ".1f") for column, name in (groups | {"score.mean": "mean"}).items()}
+        named = [re.fullmatch(r"score\.groups\.(.+)\.mean", column) for column in rows]
+        groups = {name[0]: name[1] for name in named if name} | {"score.mean": "mean"}
+        scores = {column: (name, 100, ".1f") for column, name in groups.items()}
     columns = {"budget.asked": ("budget (%)", 100, "g"), **scores}
     columns |= {column: shown for column, shown in COLUMNS.items() if column in rows}
     rows = _by_score(rows)
@@ -107,6 +109,10 @@ def listing(names: Sequence[str], methods: Sequence[str] = (), budgets: Sequence
     if "budget.not_kept" in rows:
         cells["budget (%)"] += rows["budget.not_kept"].notna().map({True: NOT_KEPT, False: ""})
     return _markdown(pd.DataFrame(cells), 1)
+
+
+def _read(name: str) -> pd.DataFrame:
+    return pd.read_csv(PUBLISHED / f"{name}.csv").map(unescaped)
 
 
 def families(name: str) -> str:
@@ -129,7 +135,8 @@ def decode(names: Sequence[str], methods: Sequence[str] = ()) -> str:
     for name in names:
         rows = json.loads((BENCHES / f"{name}.json").read_text(encoding="utf-8"))["rows"]
         for row in rows:
-            at, cells = f"at {row['tokens']}", columns.setdefault(row["method"].partition(":")[0], {})
+            at = f"at {row['tokens']}"
+            cells = columns.setdefault(row["method"].partition(":")[0], {})
             cells[f"TPOT {at} (ms)"] = _estimate(row["tpot_s"], 1e3)
             cells[f"times as fast as Full {at}"] = _estimate(row["speedup"], 1) if row["speedup"] else ""
             cells[f"KV {at} (MiB)"] = f"{row['device_bytes'] / MIB:.0f}"
@@ -158,7 +165,8 @@ def _by_score(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _markdown(cells: pd.DataFrame, words: int) -> str:
     """Return a Markdown table; its first `words` columns are words, the others numbers."""
-    lines = [list(cells), [":--"] * words + ["--:"] * (len(cells.columns) - words), *cells.to_numpy().tolist()]
+    sides = [":--"] * words + ["--:"] * (len(cells.columns) - words)
+    lines = [list(cells), sides, *cells.to_numpy().tolist()]
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     return text + f"\n{NOT_KEPT}: the row did not keep its budget.\n" * (NOT_KEPT in text)
 
@@ -167,14 +175,19 @@ def headline_rows(name: str) -> pd.DataFrame:
     """Return the rows of a published CSV file at the headline's budget: Full first, then each
     method by its best score, its authors' setting before the tuned one. `method` is the preset's
     name without `_tuned`; `device`, `host`, `disk`, `held` (their sum) and `moved` are MiB."""
-    rows = pd.read_csv(PUBLISHED / f"{name}.csv").map(unescaped)
-    rows = rows[rows["budget.asked"].isna() | (rows["budget.asked"] == BUDGET)].copy()
-    rows["module"], rows["preset"] = rows["method"], rows["presets.method"]
-    rows["tuned"], rows["method"] = rows["preset"].str.endswith(TUNED), rows["preset"].str.removesuffix(TUNED)
+    rows = _read(name)
+    budgets = rows["budget.asked"]
+    rows = rows[budgets.isna() | (budgets == BUDGET)].copy()
+    rows["module"] = rows["method"]
+    rows["preset"] = rows["presets.method"]
+    rows["tuned"] = rows["preset"].str.endswith(TUNED)
+    rows["method"] = rows["preset"].str.removesuffix(TUNED)
     for tier in TIERS:
         rows[tier] = rows[f"memory.kv_{tier}_bytes"].fillna(0) / MIB
-    rows["held"], rows["moved"] = rows[list(TIERS)].sum(axis="columns"), rows["memory.moved_bytes_per_step"] / MIB
-    rows["best"], rows["is_full"] = rows.groupby("method")["score.mean"].transform("max"), rows["method"] == "full"
+    rows["held"] = rows[list(TIERS)].sum(axis="columns")
+    rows["moved"] = rows["memory.moved_bytes_per_step"] / MIB
+    rows["best"] = rows.groupby("method")["score.mean"].transform("max")
+    rows["is_full"] = rows["method"] == "full"
     order = rows.sort_values(["is_full", "best", "method", "tuned"], ascending=[False, False, True, True])
     return order.set_index("preset", drop=False)
 
@@ -204,8 +217,9 @@ def headline(name: str) -> str:
     sources = {"": rows, "`read`: ": read, "TT2T and TPOT: ": times}
     prompts = "; ".join(f"{what}{_prompts(table, name)}" for what, table in sources.items())
     full = pd.concat([headline_rows(f"{name}_floor"), rows.loc[["full"]]])
-    score, nats = (full[column].max() - full[column].min() for column in ("score.mean", "likelihood.mean"))
-    dtypes, batches = (" and ".join(map(str, sorted(full[column].unique()))) for column in ("dtype", "batch"))
+    score, nats = (np.ptp(full[column]) for column in ("score.mean", "likelihood.mean"))
+    dtypes = " and ".join(sorted(full["dtype"].unique()))
+    batches = " and ".join(map(str, sorted(full["batch"].unique())))
     return (
         f"{_markdown(pd.DataFrame(cells), 2)}\n"
         f"{prompts}. \\*: differs from Full after Holm's correction over both measures and all rows.\n\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -24,8 +25,10 @@ def conditions(table: Comparison) -> Iterator[str]:
     """Yield one line per subject. If the rows differ in it, the line says which row has which
     value."""
     entries = table.entries
-    yield "prompts: " + "; ".join(_prompts([record for entry in entries for record in entry.run.records]))
-    yield from dict.fromkeys(_checked(check) for entry in entries if (check := entry.run.info.get("model_check")))
+    records = [record for entry in entries for record in entry.run.records]
+    yield "prompts: " + "; ".join(_prompts(records))
+    checks = [entry.run.info.get("model_check") for entry in entries]
+    yield from dict.fromkeys(_checked(check) for check in checks if check)
     models = [entry.run.config.get("model") for entry in entries]
     ropes = [model["rope"] for model in models if isinstance(model, Mapping) and model.get("rope")]
     yield from dict.fromkeys(f"model: rotated by model.rope={plain(rope)}, not by its own config" for rope in ropes)
@@ -107,21 +110,23 @@ def _common_settings(runs: Sequence[StoredRun]) -> str:
     Settings in which rows differ are in their labels."""
     defaults = recorded_defaults(str(runs[0].config.get("device")))
     usual = flatten(defaults)
-    settings = [flatten({key: value for key, value in run.config.items() if key in defaults}) for run in runs]
-    keys = [key for key in settings[0] if key in usual and key.partition(".")[0] not in (*NOT_NAMED, *SHOWN_APART)]
-    shared = [key for key in keys if all(own.get(key) == settings[0][key] != usual[key] for own in settings)]
-    return ", ".join(spelled_out(settings[0], shared))
+    first, *others = [flatten({key: value for key, value in run.config.items() if key in defaults}) for run in runs]
+    known = {key: value for key, value in first.items() if key in usual and value != usual[key]}
+    named = [key for key in known if key.partition(".")[0] not in (*NOT_NAMED, *SHOWN_APART)]
+    shared = [key for key in named if all(own.get(key) == first[key] for own in others)]
+    return ", ".join(spelled_out(first, shared))
 
 
 def code_versions(entries: Sequence[ReportRow]) -> Iterator[str]:
     """Yield a note for each method with the same settings in several rows whose code differs."""
     alike: dict[str, list[ReportRow]] = defaultdict(list)
     for entry in entries:
-        alike[canonical({"method": name(entry.run, "method"), "config": entry.run.config})].append(entry)
+        same = canonical({"method": name(entry.run, "method"), "config": entry.run.config})
+        alike[same].append(entry)
     for rows in alike.values():
         identities = [row.run.info.get("identity") or {} for row in rows]
-        codes = [{**(identity.get("code") or {}), "shared code": identity.get("core")} for identity in identities]
-        modules = dict.fromkeys(module for code in codes for module in code)
+        codes = [(identity.get("code") or {}) | {"shared code": identity.get("core")} for identity in identities]
+        modules = dict.fromkeys(chain.from_iterable(codes))
         differing = [module for module in modules if len({code.get(module) for code in codes}) > 1]
         if differing:
             began = ", ".join(f"{row.title} began {str(row.run.info.get('started'))[:16]}" for row in rows)

@@ -40,7 +40,8 @@ def titles(runs: Sequence[StoredRun], keys: Sequence[str]) -> list[str]:
     usual = recorded_defaults()
     settings = [flatten({key: run.config.get(key, usual.get(key)) for key in keys}) for run in runs]
     for known in (settings, [given(run) for run in runs]):
-        names = [" ".join([title, *more]) for title, more in zip(names, _among_namesakes(names, known), strict=True)]
+        more = _among_namesakes(names, known)
+        names = [" ".join([title, *words]) for title, words in zip(names, more, strict=True)]
     return names
 
 
@@ -71,9 +72,9 @@ def labels(runs: Sequence[StoredRun]) -> list[str]:
 
 def _settings(run: StoredRun) -> Flat:
     """Return the settings that a label may name; those of the store only for a run with a store."""
+    without_use = () if run.config.get("history") == "store" else "store."
     flat = flatten({key: value for key, value in run.config.items() if key not in NOT_NAMED})
-    has_store = run.config.get("history") == "store"
-    return {k: v for k, v in flat.items() if k not in NOT_NAMED and (has_store or not k.startswith("store."))}
+    return {key: value for key, value in flat.items() if key not in NOT_NAMED and not key.startswith(without_use)}
 
 
 def _marks(runs: Sequence[StoredRun]) -> list[str]:
@@ -95,8 +96,9 @@ def budget(summary: Mapping[str, Any]) -> str:
     if asked.get("bytes"):
         return with_unit(asked["bytes"], BYTES)
     buffer = f"+{asked['extra_rows']}" if asked.get("extra_rows") else ""
-    in_all = f"{buffer} in all" if asked["asked"] and asked.get("counts") == COUNTS_ANSWER else ""
-    return (f"{100 * asked['asked']:g}%" if isinstance(asked["asked"], float) else str(asked["asked"] or "")) + in_all
+    size = asked["asked"]
+    in_all = f"{buffer} in all" if size and asked.get("counts") == COUNTS_ANSWER else ""
+    return (f"{100 * size:g}%" if isinstance(size, float) else str(size or "")) + in_all
 
 
 def _among_namesakes(names: Sequence[str], settings: Sequence[Flat]) -> Iterator[list[str]]:
@@ -113,12 +115,16 @@ def _changed(runs: Sequence[StoredRun], settings: Sequence[Flat]) -> Iterator[li
     """Yield, for each row, `key=value` of the method's parameters that differ from the preset that
     was typed."""
     typed = [str((run.info.get("presets") or {}).get("method")) for run in runs]
-    presets = {entry.name: flatten(entry.values(), "method.") for entry in entries("method") if entry.name in typed}
+    known = {entry.name: entry for entry in entries("method")}
     for name, mine in zip(typed, settings, strict=True):
-        preset = presets.get(name)
-        nested = {key: None for key in mine if key.startswith("method.") and key.count(".") > 1}  # a press in a press
-        usual = nested | preset if preset else {}
-        yield spelled_out(mine, [key for key, value in usual.items() if str(mine.get(key, value)) != str(value)])
+        usual: Flat = {}
+        if name in known:
+            usual = {
+                key: None for key in mine if key.startswith("method.") and key.count(".") > 1
+            }  # a press in a press
+            usual |= flatten(known[name].values(), "method.")
+        changed = [key for key, value in usual.items() if str(mine.get(key, value)) != str(value)]
+        yield spelled_out(mine, changed)
 
 
 def _unusual(runs: Sequence[StoredRun], settings: Sequence[Flat]) -> Iterator[list[str]]:
@@ -142,12 +148,15 @@ def _unusual(runs: Sequence[StoredRun], settings: Sequence[Flat]) -> Iterator[li
         )
     differing = [*_differing(own), *ALWAYS_NAMED]
     for mine, values, known in zip(settings, own, usual, strict=True):
-        yield spelled_out(mine, [key for key in differing if values.get(key, known[key]) != known[key]])
+        unusual = [key for key in differing if values.get(key, known[key]) != known[key]]
+        yield spelled_out(mine, unusual)
 
 
 def _defaults(device: str) -> Flat:
     """Return the settings of a run on `device` that may be named with a row, at their defaults."""
-    known = flatten(recorded_defaults(device)) | ({"overlap": "off"} if device.startswith("cuda") else {})
+    known = flatten(recorded_defaults(device))
+    if device.startswith("cuda"):
+        known["overlap"] = "off"
     return {key: value for key, value in known.items() if key not in SAID_BY_TABLE}
 
 

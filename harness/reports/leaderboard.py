@@ -40,6 +40,9 @@ REMEDY = "correct it, or make the file again with harness.report --csv"
 APART = {"read": "bytes read", "times": "TT2T and TPOT"}  # what NAME_read and NAME_times add to the rows of NAME
 FULL, PRESS, REFERENCE = "full", "kvpress", "reference"
 KINDS = {"evicts": r"\bevicts?\b", "reads a part": r"\b(selects?|samples?|draws?)\b", "quantises": r"\bbits\b"}
+OF_PROMPTS = (  # columns that are equal for rows with the same prompts
+    "model", "protocol", "seed", "num_examples", "prompt_tokens.min", "prompt_tokens.median", "prompt_tokens.max",
+)  # fmt: skip
 FILTERS = ("table", "task", "model", "method", "budget", "setting", "kind")
 TITLE = "KV-cache methods: all published tables"
 INTRODUCTION = (
@@ -116,13 +119,19 @@ def published_tables(folders: Sequence[Path]) -> list[PublishedTable]:
             by_name[known.get("experiment") or path.stem].append(Row(place, known))
     tables = []
     for name in by_name.keys() - {f"{name}_{word}" for name in by_name for word in APART}:
-        repeated = {word: {_key(row): row for row in by_name.get(f"{name}_{word}", ())} for word in APART}
+        repeated = {(word, _key(row)): row for word in APART for row in by_name.get(f"{name}_{word}", ())}
         alike: dict[tuple[str, ...], list[PublishedRow]] = defaultdict(list)
         for own in by_name[name]:
-            apart = {word: rows[_key(own)] for word, rows in repeated.items() if _key(own) in rows}
-            alike[_prompts(own)].append(PublishedRow(own, apart))
+            apart = {word: repeated.get((word, _key(own))) for word in APART}
+            found = {word: row for word, row in apart.items() if row is not None}
+            alike[_prompts(own)].append(PublishedRow(own, found))
         tables += [PublishedTable(name, rows) for rows in alike.values()]
-    return sorted(tables, key=lambda table: (-len({_method(row.own) for row in table.rows}), table.name, table.title))
+    return sorted(tables, key=_place)
+
+
+def _place(table: PublishedTable) -> tuple[int, str, str]:
+    methods = {_method(row.own) for row in table.rows}
+    return -len(methods), table.name, table.title
 
 
 def _key(row: Row) -> tuple[str, ...]:
@@ -131,9 +140,8 @@ def _key(row: Row) -> tuple[str, ...]:
 
 def _prompts(row: Row) -> tuple[str, ...]:
     """Return what is equal for rows with the same prompts."""
-    keys = ("model", "protocol", "seed", "num_examples", *(f"prompt_tokens.{end}" for end in ("min", "median", "max")))
     words = [word for word in _words(row) if word.startswith(("task=", "task."))]
-    return (*words, *(row.get(key, "") for key in keys))
+    return (*words, *(row.get(key, "") for key in OF_PROMPTS))
 
 
 def _words(row: Row) -> list[str]:
@@ -163,7 +171,9 @@ def _estimate(row: Row, section: str, key: str) -> dict[str, Any]:
 
 def _entry(row: PublishedRow) -> ReportRow:
     """Return the row as a report has it, with those parts of its summary that the first table shows."""
-    own, times, size = row.own, row.apart.get("times", row.own), _number(row.own, "budget.asked")
+    own = row.own
+    times = row.apart.get("times", own)
+    size = _number(own, "budget.asked")
     summary = {
         "score": _estimate(own, "score", "mean"),
         "full": _estimate(own, "full", "diff"),
@@ -178,8 +188,10 @@ def _entry(row: PublishedRow) -> ReportRow:
             "attended": {"share": _number(own, "budget.attended.share")},
         },
     }
-    ps = [_number(own, f"{section}.p_holm") for section in ("full", "likelihood.full")]
-    return ReportRow(StoredRun(Path(), {}, {}, [], "complete"), None, summary, own["label"], None, *ps)
+    no_run = StoredRun(Path(), {}, {}, [], "complete")
+    score_p = _number(own, "full.p_holm")
+    cost_p = _number(own, "likelihood.full.p_holm")
+    return ReportRow(no_run, None, summary, own["label"], None, score_p, cost_p)
 
 
 @cache
@@ -189,9 +201,16 @@ def _catalogue() -> Mapping[str, Entry]:
 
 def _facts(table: PublishedTable, row: PublishedRow) -> dict[str, list[str]]:
     """Return the values of a row for each of `FILTERS`."""
-    own, size = row.own, budget(_entry(row).summary) or "none"
-    values = [table.name], [_task(own)], [own["model"]], [_method(own)], [size], [_setting(own)], _kinds(own)
-    return dict(zip(FILTERS, values, strict=True))
+    own = row.own
+    return {
+        "table": [table.name],
+        "task": [_task(own)],
+        "model": [own["model"]],
+        "method": [_method(own)],
+        "budget": [budget(_entry(row).summary) or "none"],
+        "setting": [_setting(own)],
+        "kind": _kinds(own),
+    }
 
 
 def _task(row: Row) -> str:
@@ -214,7 +233,9 @@ def _setting(row: Row) -> str:
 def _kinds(row: Row) -> list[str]:
     """Return how a row's method saves, by the rule on its card and the row's codec; several for a composition."""
     entry = _catalogue().get(row["presets.method"]) or _catalogue().get(row["method"])
-    rule = (entry.facts().get("rule", "") if entry else "") + " bits" * (" codec=" in row["command"])
+    rule = entry.facts().get("rule", "") if entry else ""
+    if " codec=" in row["command"]:
+        rule += " bits"
     return [kind for kind, pattern in KINDS.items() if re.search(pattern, rule)] or ["reads everything"]
 
 
@@ -243,8 +264,10 @@ def _section(table: PublishedTable) -> Iterator[str]:
     if found := known.get(f"tables/{table.name}") or known.get(f"small/{table.name}"):
         yield f"<p>{escape(found.headline)}</p>"
     yield f"<p class=soft>{escape(_conditions([row.own for row in table.rows]))}</p>"
-    apart = {word: [row.apart[word] for row in table.rows if word in row.apart] for word in APART}
-    more = [f"{APART[word]}: {_conditions(repeated)}" for word, repeated in apart.items() if repeated]
+    more = []
+    for word, what in APART.items():
+        if repeated := [row.apart[word] for row in table.rows if word in row.apart]:
+            more.append(f"{what}: {_conditions(repeated)}")
     used = "".join(row.own.get("stamps", "") for row in table.rows)
     more += [f"stamp {stamp}: {meaning}" for stamp, meaning in stamp_meanings().items() if stamp in used]
     if more:
@@ -262,8 +285,9 @@ def _conditions(rows: Sequence[Row]) -> str:
     words = [[word for word in _words(row) if "=" in word] for row in rows]
     shared = [word for word in words[0] if all(word in others for others in words)]
     settings = " ".join(word for word in shared if not word.startswith(("method", "model=", "data.root=")))
-    machine = ", ".join(dict.fromkeys(_among(rows, key) for key in ("device_name", "cpu")))
-    days = sorted(day for key in ("started", "ended") for day in _among(rows, key, 10).split(", "))
+    machine = ", ".join(dict.fromkeys([_among(rows, "device_name"), _among(rows, "cpu")]))
+    dates = f"{_among(rows, 'started', 10)}, {_among(rows, 'ended', 10)}"
+    days = sorted(dates.split(", "))
     return (
         f"{first['num_examples']} prompts of {low:.0f} to {high:.0f} tokens (median {middle:.0f}), "
         f"protocol={first['protocol']}, seed={first['seed']}; all rows: {settings}; {machine}, "
@@ -299,12 +323,17 @@ def _columns(table: PublishedTable, facts: Sequence[Mapping[str, Sequence[str]]]
 def _origin(row: PublishedRow) -> str:
     """Return the HTML of a row's last cell: its commands, its scores by group, and its warnings."""
     parts = ""
-    for what, source in {"scores and bytes": row.own, **{APART[word]: own for word, own in row.apart.items()}}.items():
+    sources = {"scores and bytes": row.own}
+    sources |= {APART[word]: own for word, own in row.apart.items()}
+    for what, source in sources.items():
         gone = f"This version lacks {source['presets.method']}; commit {source.get('commit')} has it."
         command = command_of(source)
         parts += f"<p>{what}</p>" + (f"<code>{escape(command)}</code>" if command else f"<p>{escape(gone)}</p>")
-    heads = {name[1]: key for key in row.own if (name := re.fullmatch(r"score\.groups\.(.+)\.mean", key))}
-    means = [f"{name} {100 * mean:.1f}" for name, key in heads.items() if (mean := _number(row.own, key)) is not None]
+    means = []
+    for key in row.own:
+        group = re.fullmatch(r"score\.groups\.(.+)\.mean", key)
+        if group and (mean := _number(row.own, key)) is not None:
+            means.append(f"{group[1]} {100 * mean:.1f}")
     warnings = row.own.parsed("warnings", _texts, "JSON list of texts") or []
     warnings += [f"budget not kept: {why}"] if (why := row.own.get("budget.not_kept")) else []
     lines = [f"score by group: {', '.join(means)}"] * bool(means) + warnings

@@ -6,6 +6,7 @@ from __future__ import annotations
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from math import inf
 from statistics import median
 from typing import Any, NamedTuple
@@ -31,8 +32,10 @@ COLOURS = (
 MARKS = "osD^vPXp<>h"  # 11: with 12 colours no pair comes back before 132 lines
 SHARES = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 CROWDED = 6  # from so many lines on, intervals cover more than they say
+FRONT: dict[str, Any] = {"color": figures.SOFT, "linewidth": 0.9, "linestyle": ":"}
 NAME_WIDTH = 30  # characters of a line in the legend
-FULL_STYLE: dict[str, Any] = {"color": figures.INK, "marker": "*", "linewidth": 0.8, "linestyle": (0, (4, 3))}
+DASHED = (0, (4, 3))
+FULL_STYLE: dict[str, Any] = {"color": figures.INK, "marker": "*", "linewidth": 0.8, "linestyle": DASHED}
 
 Points = dict[str, list[tuple[float, ReportRow]]]  # by label: costs, the least first, with their rows
 
@@ -115,22 +118,18 @@ def frontier(table: Comparison) -> Figure:
     crowded = len(labels) > CROWDED
     legend = _legend(sorted({entry.label for entry in entries if is_full(entry)}), labels)
     figure = Figure(figsize=_size(len(panels), legend), layout=ConstrainedLayoutEngine(wspace=0.06))
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True):
+    [all_axes] = figure.subplots(1, len(panels), squeeze=False, sharey=True)
+    for axes, panel in zip(all_axes, panels, strict=True):
         points = panel.points(entries)
         for label, some in points.items():
             if label in labels:
                 _line(axes, some, style(labels.index(label)), intervals=not crowded)
         _full(axes, entries, points)
-        pairs = [
-            (cost, row.summary["score"]["mean"])
-            for some in points.values()
-            for cost, row in some
-            if row.summary["status"] == "complete"
-        ]
+        drawn = chain.from_iterable(points.values())
+        complete = [(cost, row.summary) for cost, row in drawn if row.summary["status"] == "complete"]
+        pairs = [(cost, summary["score"]["mean"]) for cost, summary in complete]
         if reached := sorted({pairs[place] for place in front(pairs)}):
-            axes.plot(
-                *zip(*reached, strict=True), drawstyle="steps-post", color=figures.SOFT, linewidth=0.9, linestyle=":"
-            )
+            axes.plot(*zip(*reached, strict=True), drawstyle="steps-post", **FRONT)
         _finish(axes, panel)
     first = figure.axes[0]
     first.set_ylabel("score (0-100)" if crowded else "score (0-100), 95 % interval")
@@ -148,19 +147,22 @@ def _size(panels: int, legend: Sequence[Line2D]) -> tuple[float, float]:
     panels."""
     names = [str(line.get_label()).split("\n") for line in legend]
     width = 0.7 + 0.075 * max(len(line) for name in names for line in name)
-    return 0.6 + 3.6 * panels + width, max(3.7, 0.3 + sum(0.08 + 0.15 * len(name) for name in names))
+    height = 0.3 + sum(0.08 + 0.15 * len(name) for name in names)
+    return 0.6 + 3.6 * panels + width, max(3.7, height)
 
 
 def style(number: int) -> dict[str, Any]:
     """Return how the line of the method with this number is drawn; Full has a style of its own."""
     mark = MARKS[number % len(MARKS)]
-    colour, line = COLOURS[number % len(COLOURS)], "-" if number < len(COLOURS) else (0, (3, 1.5))
+    colour = COLOURS[number % len(COLOURS)]
+    line = "-" if number < len(COLOURS) else (0, (3, 1.5))
     return {"color": colour, "marker": mark, "markersize": 6, "linewidth": 1.3, "linestyle": line}
 
 
 def _line(axes: Axes, points: Sequence[tuple[float, ReportRow]], style: Mapping[str, Any], intervals: bool) -> None:
     """Draw the line of one method, which joins its budgets."""
-    costs, scores = [cost for cost, _ in points], [row.summary["score"] for _, row in points]
+    costs = [cost for cost, _ in points]
+    scores = [row.summary["score"] for _, row in points]
     if intervals:
         low, high = zip(*(score["ci95"] or [score["mean"]] * 2 for score in scores), strict=True)
         axes.vlines(costs, low, high, color=style["color"], linewidth=2.2, alpha=0.3, zorder=2)
@@ -172,11 +174,11 @@ def _full(axes: Axes, entries: Sequence[ReportRow], points: Points) -> None:
     """Draw a dashed line at the score of each Full, and a star at its cost if that is known."""
     for entry in filter(is_full, entries):
         if (score := entry.summary["score"]["mean"]) is not None:
-            axes.axhline(score, color=figures.INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
-    starred = [(cost, row) for some in points.values() for cost, row in some if is_full(row)]
-    for cost, row in starred:
-        star = FULL_STYLE | {"markersize": 10, "linestyle": ""}
-        axes.plot([cost], [row.summary["score"]["mean"]], **star, zorder=3, clip_on=False)
+            axes.axhline(score, color=figures.INK, linewidth=0.8, linestyle=DASHED, zorder=1)
+    star = FULL_STYLE | {"markersize": 10, "linestyle": ""}
+    for cost, row in chain.from_iterable(points.values()):
+        if is_full(row):
+            axes.plot([cost], [row.summary["score"]["mean"]], **star, zorder=3, clip_on=False)
 
 
 def _widths(entries: Sequence[ReportRow]) -> str:
@@ -191,11 +193,11 @@ def _legend(fulls: Sequence[str], labels: Sequence[str]) -> list[Line2D]:
     """Return the lines of the legend, Full first; long names are broken at spaces."""
     styles = [(label, FULL_STYLE | {"markersize": 9}) for label in fulls]
     styles += [(label, style(number)) for number, label in enumerate(labels)]
-    lines = [
-        Line2D([], [], label=textwrap.fill(label, NAME_WIDTH, break_long_words=False), **style)
-        for label, style in styles
-    ]
-    return [*lines, Line2D([], [], color=figures.SOFT, linewidth=0.9, linestyle=":", label="Pareto front")]
+    lines = []
+    for label, drawn in styles:
+        broken = textwrap.fill(label, NAME_WIDTH, break_long_words=False)
+        lines.append(Line2D([], [], label=broken, **drawn))
+    return [*lines, Line2D([], [], **FRONT, label="Pareto front")]
 
 
 def _finish(axes: Axes, panel: Panel) -> None:
