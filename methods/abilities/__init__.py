@@ -12,7 +12,12 @@ door as what a method remembers. An `AbilityState` (methods/layers/ability_state
 the seal, when it is settled what stays, after the seal, and before each step; a layer whose
 abilities do not act in steps calls nothing in a step. When rows go while the answer grows, every
 policy is told which stay before they go (`Policy.forget`). What an ability must know of a method's
-own policies is a protocol in its file, and not a hook of the base classes."""
+own policies is a protocol in its file, and not a hook of the base classes.
+
+To add one: write a file here with the object and, if it remembers something, its state; say in
+`APART` with which abilities it does not go; give the object to `attached(..., abilities=(Mine(),))`,
+or list it in a method. For a setting, add its entry in harness/config/settings.py, and make the
+object in `abilities_of` of harness/jobs/resolve.py. `merge.py` is the shortest example."""
 
 from __future__ import annotations
 

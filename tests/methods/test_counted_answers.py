@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from time import perf_counter
@@ -20,17 +21,21 @@ from harness.engine.engine import Engine
 from harness.engine.saved_state import Snapshot
 from harness.prompts.teacher import Forced
 from kernels.dispatch import use_backend
-from methods.abilities import ability, asked, refuse
-from methods.abilities.bounded_answer import CountedAnswer
+from methods.abilities import APART, ability, asked, refuse
+from methods.abilities.bounded_answer import BoundedAnswer, CountedAnswer
+from methods.abilities.kept_codec import KeptCodec
+from methods.abilities.mass import Mass
 from methods.abilities.merge import Merge as CaM
 from methods.abilities.merge import Merging
-from methods.base import AttnInput, Budget, BudgetError, Method
+from methods.abilities.repeat import Repeat
+from methods.base import Ability, AttnInput, Budget, BudgetError, Method
 from methods.full import Full
 from methods.layers import Layer
 from methods.layers.batched import alone_because
 from methods.layers.returned import ReturnedError
 from methods.rkv import RKV
 from methods.snapkv import SnapKV
+from methods.tiers.codecs import codec_of
 from methods.tova import TOVA, TOVAKeep
 from tests.methods.synthetic import SHAPES, Sequences, attention
 from tests.tape import Tape
@@ -326,3 +331,18 @@ def test_only_methods_whose_rows_go_take_a_merge() -> None:
     refuse(TOVA(), (CaM("cam"),))
     with pytest.raises(ValueError, match="SnapKV takes no merge=cam"):
         refuse(SnapKV(), (CaM("cam"),))
+
+
+GIVEN = {Mass: Mass(0.9), BoundedAnswer: BoundedAnswer(8), KeptCodec: KeptCodec(codec_of("tq4")), CaM: CaM("cam")}
+
+
+@pytest.mark.parametrize("own", [CountedAnswer(), Repeat(chunk=9)], ids=["counted", "repeat"])
+@pytest.mark.parametrize("kind", GIVEN, ids=lambda kind: kind.__name__)
+def test_abilities_that_do_not_go_together_are_refused_by_name(own: Ability, kind: type[Ability]) -> None:
+    """Of a method that takes all that settings give."""
+    method = type("Able", (SnapKV,), {"abilities": (own,), "takes": dict.fromkeys(GIVEN)})()
+    why = APART.get((type(own), kind))
+    if kind is CaM and not own.budgets:
+        why = "no rows go while its answer grows"
+    with nullcontext() if why is None else pytest.raises(ValueError, match=f"^Able .*{why}"):
+        refuse(method, (GIVEN[kind],))
