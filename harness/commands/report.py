@@ -129,7 +129,9 @@ def _parser() -> argparse.ArgumentParser:
         "--against", metavar="METHOD", help="hold all rows against this one too, paired: snapkv, 'snapkv 20%%'"
     )
     parser.add_argument("--plots", action="store_true", help="pictures, PNG and PDF, into DIR/plots")
-    parser.add_argument("--config-dir", "-cd", type=config_dir, action="append", default=[], help="code to trust")
+    parser.add_argument(
+        "--config-dir", "-cd", type=config_dir, action="append", default=[], help="yaml files whose code may run"
+    )
     return parser
 
 

@@ -37,7 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.rescore", description=__doc__)
     parser.add_argument("folders", nargs="+", type=typed, metavar="DIR", help="folder of a run, or any above it")
     parser.add_argument("--data-root", type=typed, metavar="FOLDER", help="where the data sets are now")
-    parser.add_argument("--config-dir", "-cd", type=config_dir, action="append", default=[], help="code to trust")
+    parser.add_argument(
+        "--config-dir", "-cd", type=config_dir, action="append", default=[], help="yaml files whose code may run"
+    )
     options = parser.parse_args(arguments)
     runs, done = [load(folder, first_scores=True) for folder in find(options.folders)], list[StoredRun]()
     for run in runs:

@@ -106,9 +106,11 @@ def _conclusions(table: Comparison) -> Iterator[tuple[str, list[str], str]]:
         lowest = min(interval[0] for interval in intervals if interval is not None)
         end = f" (a loss of {-100 * lowest:.0f} points is possible)" if lowest < 0 else ""
         yield "Scores not told from Full's: ", [entry.title for entry in alike], end
-    reasons = [(entry.title, entry.summary["budget"].get("not_kept")) for entry in entries]
-    if broken := [f"{title} {why}" for title, why in reasons if why]:
-        yield f"{NOT_KEPT} budget not kept: ", broken, ""
+    broken = defaultdict[str, list[str]](list)
+    for entry in entries:
+        broken[entry.summary["budget"].get("not_kept") or ""].append(entry.title)
+    if said := [f"{', '.join(titles)} {why}" for why, titles in broken.items() if why]:
+        yield f"{NOT_KEPT} budget not kept: ", said, ""
 
 
 def _loss(entry: ReportRow, table: Comparison) -> str:

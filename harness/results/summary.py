@@ -176,12 +176,15 @@ def _not_kept(records: Sequence[Record], config: Mapping[str, Any], info: Mappin
     if usual and (excess if limit else abs(excess)) > OFF_BUDGET * asked:
         shares = f"{percent(share)} % of the prompt, not {percent(asked)} %"
         read = shares if is_share else f"{tokens:.0f} tokens of the prompt, not {asked}"
+        read += f" ({len(whole)} of {len(records)} prompts whole)" if 0 < len(whole) < len(records) else ""
     elif whole:
         read = f"{len(whole)} of {len(records)} prompts whole, not {percent(asked)} %"
     else:
         return None
     reasons = [record["fallback"] for record in [*whole, *records]]
-    why = next(filter(None, reasons), None)
+    dense = (config.get("method") or {}).get("dense_layers")
+    usual_why = f"method.dense_layers={dense} read everything" if dense else None
+    why = next(filter(None, reasons), usual_why)
     return f"read {read}: {why}" if why else f"read {read}"
 
 

@@ -20,6 +20,7 @@ from harness.results.files import read_csv, write_csv
 from harness.results.run_folder import load
 from tests.fake_records import record, records, write_run
 
+TOGETHER = "read 32.5 % of the prompt, not 10.0 % (1 of 4 prompts whole): its windows hold 33 tokens"
 SPARSE: dict[str, Any] = {"attended_prompt": 10.0, "attended_total": 12.0}
 
 
@@ -95,14 +96,21 @@ def test_a_budget_that_was_not_kept_is_marked_in_every_form(tmp_path: Path) -> N
     few = records([1.0] * 11, attended_prompt=9.5)
     whole = record("whole", attended_prompt=100.0, fallback="its windows hold 33 tokens")
     write_run(tmp_path, [*few, whole], "snapkv", budget=0.2, dense_layers=[0], facts=facts)
-    for method, budget, read in (("quest", 20, 30.0), ("h2o", 60, 30.0), ("tova", 0.3, 30.0), ("sparq", 0.3, 20.0)):
+    quest = {"_target_": "methods.quest.Quest", "dense_layers": [0, 1]}
+    write_run(tmp_path, records([1.0] * 12, attended_prompt=30.0), "quest", budget=20, facts=facts, method=quest)
+    for method, budget, read in (("h2o", 60, 30.0), ("tova", 0.3, 30.0), ("sparq", 0.3, 20.0)):
         write_run(tmp_path, records([1.0] * 12, attended_prompt=read), method, budget=budget, facts=facts)
     said = {
-        "quest": "read 30 tokens of the prompt, not 20", "sparq": "read 20.0 % of the prompt, not 30.0 %",
+        "quest": "read 30 tokens of the prompt, not 20: method.dense_layers=[0, 1] read everything",
+        "sparq": "read 20.0 % of the prompt, not 30.0 %",
         "snapkv": "read 1 of 12 prompts whole, not 20.0 %: its windows hold 33 tokens", "h2o": None, "tova": None,
     }  # fmt: skip
+    for method in ("pqcache", "infllm"):
+        write_run(tmp_path, [*records([1.0] * 3, attended_prompt=10.0), whole], method, budget=0.1, facts=facts)
+    said |= dict.fromkeys(("pqcache", "infllm"), TOGETHER)
     [table] = comparisons([load(file.parent) for file in tmp_path.rglob("run.json")])
     assert {entry.summary["method"]: entry.summary["budget"]["not_kept"] for entry in table.entries} == said
+    assert as_markdown([table]).count(TOGETHER) == 1
     write_csv(tmp_path / "rows.csv", as_rows([table]))
     forms = [as_latex([table]), as_markdown([table]), as_text([table]), page([table], []), leaderboard([tmp_path])]
     for form in forms:
