@@ -589,8 +589,9 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
 
 def unknown_setting(key: str) -> str:
     """Return a sentence on a key that is no setting, with the nearest setting or parameter."""
-    owners = [f"{group}.{key}" for group in GROUPS if any(key in entry.values() for entry in entries(group))]
-    near = owners or get_close_matches(key, (*KEYS, *GROUPS, "experiment"), n=1, cutoff=0.5)
+    own = [f"{group}.{name}" for group in GROUPS for entry in entries(group) for name in entry.values()]
+    owners = [name for name in own if name.endswith(f".{key}")]
+    near = owners or get_close_matches(key, (*KEYS, *GROUPS, "experiment", *own), n=1, cutoff=0.5)
     end = f"did you mean {near[0]}?" if near else "`python -m harness --help` shows them all."
     return f"There is no setting {key}; {end}"
 

@@ -19,6 +19,7 @@ RUNS = {  # kind -> words of `python -m harness`, and what the sentence has to n
     "unknown setting": (["budgt=0.2"], "budget"),
     "unknown parameter": (["method.sink=3"], "sinks"),
     "parameter as a setting": (["sinks=3"], "method.sinks"),
+    "misspelt parameter as a setting": (["page_sise=8"], "did you mean method.page_size?"),
     "parameter of another method": (["method=streaming", "method.m=2"], "method.m"),
     "wrong type": (["seed=abc"], "seed=abc"),
     "one value for a list": (["task.lengths=400"], "task.lengths=[400]"),
