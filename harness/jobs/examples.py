@@ -250,6 +250,7 @@ def itemised(
     refuses the first few, or all."""
     items, left_out, side = list[PreparedExample](), list[FailedExample | SkippedExample](), settings.too_long
     make = partial(_item, tokenizer=tokenizer, settings=settings, window=window, because=because)
+    refusal: PromptError | None = None
     for example in examples:
         try:
             item = make(example)
@@ -258,6 +259,7 @@ def itemised(
             left_out.append(FailedExample(example.id, example.group, "", 0, f"{type(error).__name__}: {error}"))
             if not items and len(left_out) == REFUSED:
                 raise
+            refusal = error
             continue
         if shorter is None:
             left_out.append(_skipped(item, side, f"{window}{because}"))
@@ -268,8 +270,9 @@ def itemised(
         advice = "The task has no examples: see its parameters with `python -m harness.list`."
         if not left_out:
             raise SettingsError(advice)
-        remedy = SHORTER if isinstance(left_out[0], SkippedExample) else ""
-        raise LintError(f"Every example is left out: {left_out[0].why}{remedy}.")
+        if refusal:
+            raise refusal
+        raise LintError(f"Every example is left out: {left_out[0].why}{SHORTER}.")
     return Prompts(_cut_alike(items, make, side, window), left_out)
 
 

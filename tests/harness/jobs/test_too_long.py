@@ -260,5 +260,6 @@ def test_a_prompt_that_the_template_refuses_fails_alone(
     assert again.folder == finished.folder
     assert len(again.failed) == 1
     everywhere = refusing(model, "Which")
-    with pytest.raises(PromptError, match="not this"):
-        itemised(task.examples(None), everywhere, wanted, WINDOW)  # type: ignore[arg-type]
+    for count in (1, 3):  # too few to be no matter of one example, and as many
+        with pytest.raises(PromptError, match="not this"):
+            itemised([*task.examples(None)][:count], everywhere, wanted, WINDOW)  # type: ignore[arg-type]
