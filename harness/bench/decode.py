@@ -58,7 +58,9 @@ class Decoding:
 
     def __init__(self, kv: Attachment, prompt: Tensor, options: argparse.Namespace, batch: int = 1) -> None:
         self.engine = Engine(kv, graphs=usual_graphs(kv.model.device))
-        self.new, self.question, self.capacity = options.new, prompt[:, :0], options.new * (options.rounds + 1)
+        self.new = options.new
+        self.question = prompt[:, :0]
+        self.capacity = options.new * (options.rounds + 1)
         self.caches: list[KVCache] = []
         self.logits: list[Tensor] = []
         self._warm_up(prompt, options)
@@ -71,7 +73,8 @@ class Decoding:
         """Answer the beginning of the prompt, so that kernels are built and weights read once. On a
         GPU it is long enough for a method that keeps several times its budget to have work. What is
         compiled for the length of the prompt itself remains."""
-        on_gpu, tokens = self.engine.attachment.model.device.type == "cuda", WARM_UP
+        on_gpu = self.engine.attachment.model.device.type == "cuda"
+        tokens = WARM_UP
         if on_gpu and isinstance(options.budget, int):
             tokens = max(WARM_UP, 4 * options.budget)
         with suppress(BudgetError):  # of a share that is too small for so short a prompt
@@ -90,7 +93,8 @@ class Decoding:
         running = RunningBatch(self.engine)
         slots = []
         for _ in range(batch):
-            began, cache = perf_counter(), self.engine.cache(prompt, self.capacity)
+            began = perf_counter()
+            cache = self.engine.cache(prompt, self.capacity)
             logits = self._filled(cache, prompt) if synthetic else self.engine.prefill(cache, prompt, whole=True)
             self.caches.append(cache)
             self.logits.append(logits)
@@ -124,11 +128,12 @@ class Decoding:
 
     def timed_turn(self) -> MarkedSeconds:
         """Decode a turn and return the seconds per token after the second."""
-        before, watch = [replace(cache.traffic) for cache in self.caches], LoadWatch()
+        before = [replace(cache.traffic) for cache in self.caches]
+        watch = LoadWatch()
         self.last = self.turn()
-        disturbed, steps = watch.disturbed(), self.new - 1
-        moved = [cache.traffic.total_bytes - old.total_bytes for cache, old in zip(self.caches, before, strict=True)]
-        self.moved.append(sum(moved) / steps)
+        disturbed = watch.disturbed()
+        moved = sum(cache.traffic.total_bytes for cache in self.caches) - sum(old.total_bytes for old in before)
+        self.moved.append(moved / (self.new - 1))
         times = self.last[-1].token_s  # the last one's clock has all of each step
         return MarkedSeconds((times[-1] - times[1]) / (len(times) - 2), disturbed)
 
@@ -156,9 +161,11 @@ def measure(
         own = Decoding(own_kv, ids, options, batch)
         ways = {"own": own}
         if beside:
-            ways["full"] = Decoding(attachments.enter_context(closing(attach(full))), ids, options, batch)
+            full_kv = attachments.enter_context(closing(attach(full)))
+            ways["full"] = Decoding(full_kv, ids, options, batch)
         *_, times = rounds_of({name: side.timed_turn for name, side in ways.items()}, options.rounds)
-    tpot_s, generation = estimate(times["own"]), own.last[0]
+    tpot_s = estimate(times["own"])
+    generation = own.last[0]
     floor = floor_s(own, known["read_gb_s"])
     return {
         "batch": batch,

@@ -37,9 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     width = shutil.get_terminal_size((120, 40)).columns
     run = load(options.run)
     left_out: list[LeftOut] = [*run.failed, *run.skipped]
-    if options.id and options.id not in {*(record.id for record in run.records), *(example.id for example in left_out)}:
+    known = {record.id for record in run.records} | {example.id for example in left_out}
+    if options.id and options.id not in known:
         raise StoreError(f"no example --id {options.id} in {run.folder}: without --id all are shown")
-    for line in diff(run, load(options.diff), options, width) if options.diff else show(run, options, width):
+    lines = diff(run, load(options.diff), options, width) if options.diff else show(run, options, width)
+    for line in lines:
         say(line)
 
 
@@ -94,15 +96,15 @@ def differing(run: StoredRun, other: StoredRun) -> list[str]:
     """Return a text for each thing that differs between two runs: settings with both values, then
     code and versions. A setting that an older run does not know counts as its default."""
     usual = flatten(recorded_defaults())
-    ours, theirs = (
-        {key: value for key, value in (usual | flatten(each.config)).items() if key.split(".")[0] not in WITHOUT_EFFECT}
-        for each in (run, other)
-    )
-    keys = [key for key in ours | theirs if key not in WITHOUT_EFFECT and ours.get(key) != theirs.get(key)]
-    mine, their = (flatten(each.info.get("identity") or {}) for each in (run, other))
-    parts = [key for key in mine.keys() & their.keys() if key in PARTS or key.startswith("code.")]
+    ours = usual | flatten(run.config)
+    theirs = usual | flatten(other.config)
+    effective = [key for key in ours | theirs if not {key, key.split(".")[0]} & {*WITHOUT_EFFECT}]
+    keys = [key for key in effective if ours.get(key) != theirs.get(key)]
+    mine = flatten(run.info.get("identity") or {})
+    their = flatten(other.info.get("identity") or {})
+    parts = [key for key in mine.keys() & their.keys() if mine[key] != their[key]]
     values = [f"{key} ({plain(ours.get(key))} | {plain(theirs.get(key))})" for key in keys]
-    return [*values, *(word(key) for key in parts if mine[key] != their[key])]
+    return [*values, *(word(key) for key in parts if key in PARTS or key.startswith("code."))]
 
 
 def first_difference(a: Sequence[object], b: Sequence[object]) -> int | None:
@@ -111,7 +113,8 @@ def first_difference(a: Sequence[object], b: Sequence[object]) -> int | None:
 
 
 def _side_by_side(mine: Record, their: Record, half: int) -> Iterator[str]:
-    token, letter = first_difference(mine.tokens, their.tokens), first_difference(mine.output, their.output)
+    token = first_difference(mine.tokens, their.tokens)
+    letter = first_difference(mine.output, their.output)
     same = "same tokens" if token is None else f"first different token: {token}"
     yield f"\n[{mine.id}] {mine.group}  {same}"
     if mine.prompt_sha256 != their.prompt_sha256:

@@ -83,11 +83,13 @@ class Entry:
     def parameters(self) -> list[tuple[str, Any, str]]:
         """Return name, default and comment of each parameter, in the order of the file. A preset
         takes a comment from its base where it has none."""
-        text = self.file.read_text(encoding="utf-8")
-        lines = {line.partition(":")[0]: line for line in text.splitlines() if line[:1].isidentifier()}
-        comments = {name: comment for name, _, comment in self.base.parameters()} if self.base else {}
-        comments |= {key: found for key, line in lines.items() if (found := _comment(line))}
-        return [(key, value, comments.get(key, "")) for key, value in self.values().items() if key != "_target_"]
+        inherited = self.base.parameters() if self.base else []
+        comments = {name: comment for name, _, comment in inherited}
+        for line in self.file.read_text(encoding="utf-8").splitlines():
+            if line[:1].isidentifier() and (comment := _comment(line)):
+                comments[line.partition(":")[0]] = comment
+        values = {key: value for key, value in self.values().items() if key != "_target_"}
+        return [(key, value, comments.get(key, "")) for key, value in values.items()]
 
     @property
     def target(self) -> str | None:
@@ -119,7 +121,8 @@ class Entry:
         return {name: text.format_map(values) for name, text in self._written_facts().items()}
 
     def _written_facts(self) -> dict[str, str]:
-        return (self.base._written_facts() if self.base else {}) | facts_in(leading_comment(self.file), CARD)
+        inherited = self.base._written_facts() if self.base else {}
+        return inherited | facts_in(leading_comment(self.file), CARD)
 
     @property
     def _group(self) -> str:
@@ -143,13 +146,17 @@ class Entry:
             raise ConfigError(
                 f"{self.file}: _target_={self.target} cannot be found ({error}); is its folder on PYTHONPATH?"
             ) from error
-        return _syntax(Path(spec.origin), *_stamp(Path(spec.origin))) if spec and spec.origin else ast.parse("")
+        if not spec or not spec.origin:
+            return ast.parse("")
+        file = Path(spec.origin)
+        return _syntax(file, *_stamp(file))
 
 
 def leading_comment(file: Path) -> list[str]:
     """Return the lines of the comment at the head of a yaml file, without the `#`."""
     lines = file.read_text(encoding="utf-8").splitlines()
-    return [line[1:].removeprefix(" ").rstrip() for line in takewhile(lambda line: line.startswith("#"), lines)]
+    comment = takewhile(lambda line: line.startswith("#"), lines)
+    return [line[1:].removeprefix(" ").rstrip() for line in comment]
 
 
 def first_sentence(comment: Iterable[str]) -> str:
@@ -248,8 +255,9 @@ def plain(value: object) -> str:
         return f"[{','.join(map(plain, value))}]"
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{name}: {plain(inner)}' for name, inner in value.items())}}}"
-    words = {None: "null", True: "true", False: "false"}
-    return words[value] if value is None or isinstance(value, bool) else str(value).replace("\n", "\\n")
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value).replace("\n", "\\n")
 
 
 IN_ONE = ("template_kwargs",)  # settings whose value is a mapping of the user's own

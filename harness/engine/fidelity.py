@@ -97,13 +97,19 @@ class Fidelity:
         """Return recall, mass and error of one step, each [B G]. They are computed for each head
         that selects tokens, by its own weights. Where query heads choose for themselves, they are
         means over those of a KV head."""
-        prompt, since, spec = self.whole[layer.spec.index].store, self.since[layer.spec.index], layer.spec
-        k, v = torch.cat([prompt.k, since.k], 2), torch.cat([prompt.v, since.v], 2)
+        spec = layer.spec
+        prompt = self.whole[spec.index].store
+        since = self.since[spec.index]
+        k = torch.cat([prompt.k, since.k], 2)
+        v = torch.cat([prompt.v, since.v], 2)
         q = x.q.view(*k.shape[:2], spec.group, -1)
-        weights = softmax(q.float() @ k.float().transpose(-1, -2) * spec.scale, spec.sink_logits)  # [B G g N]
+        logits = q.float() @ k.float().mT * spec.scale
+        weights = softmax(logits, spec.sink_logits)  # [B G g N]
         exact = (weights @ v.float()).flatten(2)
-        error = (out.view(*k.shape[:2], -1).float() - exact).norm(dim=-1) / exact.norm(dim=-1)
-        read, kept = layer.selected_positions(), layer.generated_positions()
+        difference = out.view(*k.shape[:2], -1).float() - exact
+        error = difference.norm(dim=-1) / exact.norm(dim=-1)
+        read = layer.selected_positions()
+        kept = layer.generated_positions()
         if read is None and kept is None:
             return {"recall": torch.ones_like(error), "mass": torch.ones_like(error), "error": error}
         heads = next(x.shape[1] for x in (read, kept) if x is not None)
@@ -112,11 +118,12 @@ class Fidelity:
             own = own / own.sum(-1, keepdim=True)
         before, after = own.split([prompt.length, since.length], -1)
         if kept is not None:
-            after = after * _marked(
-                (kept.repeat_interleave(heads // kept.shape[1], 1) - prompt.length).clamp(min=-1), after
-            )
+            of_each_head = kept.repeat_interleave(heads // kept.shape[1], 1)
+            after = after * _marked((of_each_head - prompt.length).clamp(min=-1), after)
         recall, mass = _of_the_prompt(before, read)
-        recall, mass = (x.unflatten(1, (spec.num_kv_heads, -1)).mean(2) for x in (recall, mass + after.sum(-1)))
+        groups = (spec.num_kv_heads, -1)
+        recall = recall.unflatten(1, groups).mean(2)
+        mass = (mass + after.sum(-1)).unflatten(1, groups).mean(2)
         return {"recall": recall, "mass": mass, "error": error}
 
     def against_full(self, model: nn.Module) -> tuple[Tensor, Tensor]:
@@ -132,7 +139,8 @@ class Fidelity:
             for length, steps in groupby(zip(self.lengths, self.fed, strict=True), key=itemgetter(0)):
                 ids = torch.cat([fed for _, fed in steps], 1)
                 cache.fed.prompt_tokens = length
-                parts.append(model(ids, past_key_values=cache, use_cache=True, logits_to_keep=ids.shape[1]).logits)
+                out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=ids.shape[1])
+                parts.append(out.logits)
         finally:
             for layer in self.whole:
                 layer.store.length = sealed  # others may share it
@@ -159,9 +167,11 @@ class Fidelity:
             kl, choices = self.against_full(model)
             tokens = tokens[-len(self.fed) - 1 :]  # a text that was computed again is watched from there on
             asked = len(self.fed) - (len(tokens) - 1)  # forwards of the question, whose outputs were no tokens
-            mine, theirs = list(tokens)[1:], choices[place, asked:].tolist()
+            mine = list(tokens)[1:]
+            theirs = choices[place, asked:].tolist()
             differ = [i for i, (a, b) in enumerate(zip(mine, theirs, strict=False), 1) if a != b]
-            record["kl"] = round(kl[place, asked : asked + len(mine)].mean().item(), 6) if mine else None
+            own_kl = kl[place, asked : asked + len(mine)]
+            record["kl"] = round(own_kl.mean().item(), 6) if mine else None
             record["first_difference"] = differ[0] if differ else None
         return record
 
@@ -174,10 +184,12 @@ def _of_the_prompt(weights: Tensor, read: Tensor | None) -> tuple[Tensor, Tensor
     none, or None if all were read. -> [B G|H] each"""
     if read is None:
         return torch.ones_like(weights[..., 0]), weights.sum(-1)
-    is_read, count = _marked(read, weights), (read >= 0).sum(-1, keepdim=True)
+    is_read = _marked(read, weights)
+    count = (read >= 0).sum(-1, keepdim=True)
     best = weights.topk(read.shape[-1], -1).indices  # Oracle's, in order: each head's first `count`
     counted = torch.arange(read.shape[-1], device=read.device) < count
-    return (is_read.gather(-1, best) * counted).sum(-1) / count.squeeze(-1), (weights * is_read).sum(-1)
+    found = is_read.gather(-1, best) * counted
+    return found.sum(-1) / count.squeeze(-1), (weights * is_read).sum(-1)
 
 
 def _marked(places: Tensor, like: Tensor) -> Tensor:

@@ -6,15 +6,17 @@ Cells are strings; a column names its unit in its header.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from textwrap import TextWrapper
+from typing import TypeVar
 
 from harness.terminal.notices import visible
 
 WIDTH = 160  # characters of a table in a terminal
 
+Known = TypeVar("Known")  # of a value that is known
 Scale = Sequence[tuple[float, str]]
 SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
@@ -76,7 +78,8 @@ def markdown_table(columns: Sequence[Column]) -> str:
     heads = [f"{column.head} ({column.unit})" if column.unit else column.head for column in kept]
     sides = [":--" if column.left else "--:" for column in kept]
     rows = zip(*(column.cells for column in kept), strict=True)
-    return "\n".join("| " + " | ".join(map(in_markdown, line)) + " |" for line in (heads, sides, *rows))
+    lines = [" | ".join(map(in_markdown, line)) for line in (heads, sides, *rows)]
+    return "\n".join(f"| {line} |" for line in lines)
 
 
 def in_markdown(text: str) -> str:
@@ -91,7 +94,12 @@ def scaled(values: Sequence[float | None], units: Scale) -> tuple[list[str], str
     of `units` in which the largest value is at least 1. None becomes an empty text."""
     largest = max((abs(value) for value in values if value is not None), default=0.0)
     factor, unit = next((pair for pair in units if largest >= pair[0]), units[-1])
-    return ["" if value is None else digits(value / factor) for value in values], unit
+    return written(values, lambda value: digits(value / factor)), unit
+
+
+def written(values: Sequence[Known | None], write: Callable[[Known], str]) -> list[str]:
+    """Return values as text; None becomes an empty text."""
+    return ["" if value is None else write(value) for value in values]
 
 
 def with_unit(value: float, units: Scale) -> str:
@@ -111,15 +119,21 @@ def quantity(
     `hide_zeros`: if all values are zero, leave the cells empty, which drops the column from the
     table."""
     cells, unit = scaled(values, units)
-    return Column(head, unit + per, cells if any(values) or not hide_zeros else [""] * len(values), values=values)
+    if hide_zeros and not any(values):
+        cells = [""] * len(values)
+    return Column(head, unit + per, cells, values=values)
 
 
 def quantities(columns: Mapping[str, Sequence[float | None]], units: Scale) -> list[Column]:
     """Return one column per entry of `columns`, which maps heads to values; all are in the same
     unit."""
-    cells, unit = scaled([value for values in columns.values() for value in values], units)
+    cells, unit = scaled(list(chain.from_iterable(columns.values())), units)
     rest = iter(cells)
-    return [Column(head, unit, list(islice(rest, len(values))), values=values) for head, values in columns.items()]
+    made = []
+    for head, values in columns.items():
+        own = list(islice(rest, len(values)))
+        made.append(Column(head, unit, own, values=values))
+    return made
 
 
 def share(head: str, values: Sequence[float | None]) -> Column:
@@ -128,11 +142,11 @@ def share(head: str, values: Sequence[float | None]) -> Column:
 
 
 def number(head: str, unit: str, values: Sequence[float | None]) -> Column:
-    return Column(head, unit, ["" if value is None else digits(value) for value in values], values=values)
+    return Column(head, unit, written(values, digits), values=values)
 
 
 def counts(head: str, values: Sequence[int | None]) -> Column:
-    return Column(head, "", ["" if value is None else str(value) for value in values], values=values)
+    return Column(head, "", written(values, str), values=values)
 
 
 def digits(value: float) -> str:
@@ -140,7 +154,9 @@ def digits(value: float) -> str:
     size = abs(value)
     if size >= 100 or size == 0:
         return f"{value:.0f}"
-    return f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 1 else f"{value:.3f}"
+    if size >= 10:
+        return f"{value:.1f}"
+    return f"{value:.2f}" if size >= 1 else f"{value:.3f}"
 
 
 def percent(value: float | None, places: int = 1, sign: bool = False) -> str:
@@ -155,7 +171,8 @@ def with_ci(value: float | None, ci: Sequence[float] | None, sign: bool = False)
     """Return a share in percent as text, followed by its confidence interval: "40.0 [23, 59]"."""
     if value is None:
         return ""
-    return f"{percent(value, 1, sign)} {_interval(ci, sign)}".strip() if ci else percent(value, 1, sign)
+    text = percent(value, 1, sign)
+    return f"{text} {_interval(ci, sign)}".strip() if ci else text
 
 
 def _interval(ci: Sequence[float], sign: bool) -> str:

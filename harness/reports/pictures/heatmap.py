@@ -44,14 +44,16 @@ def needles_by_task(records: Sequence[Record]) -> dict[str, list[NeedleScore]]:
     for record in records:
         if {"length", "depth"} <= record.data.keys():
             needle = NeedleScore(record.data["depth"], record.data["length"], record.score)
-            tasks[str(record.data.get("task") or record.group.partition("/")[0])].append(needle)
+            task = record.data.get("task") or record.group.partition("/")[0]
+            tasks[str(task)].append(needle)
     return {task: needles for task, needles in tasks.items() if len({needle[:2] for needle in needles}) > 1}
 
 
 def grid(needles: Sequence[NeedleScore]) -> Grid:
     """Sort needles into a grid of mean scores. If the task plants at fixed depths, each depth is a
     row; otherwise depths are sorted into ten bins."""
-    lengths, depths = sorted({needle.length for needle in needles}), sorted({needle.depth for needle in needles})
+    lengths = sorted({needle.length for needle in needles})
+    depths = sorted({needle.depth for needle in needles})
     steps = [b - a for a, b in pairwise(depths)]
     # a run that broke off lacks some depths at its last length
     whole = any(len({n.depth for n in needles if n.length == length}) == len(depths) for length in lengths)
@@ -62,7 +64,9 @@ def grid(needles: Sequence[NeedleScore]) -> Grid:
         row = depths.index(depth) if planted else min(BINS - 1, int(depth * BINS / 100))
         cells[row, lengths.index(length)].append(100 * score)
     rows = [f"{depth:g}" for depth in depths] if planted else [f"{10 * row}-{10 * row + 10}" for row in range(BINS)]
-    means = [[fmean(cells[y, x]) if (y, x) in cells else None for x in range(len(lengths))] for y in range(len(rows))]
+    means: list[list[float | None]] = [[None] * len(lengths) for _ in rows]
+    for (y, x), scores in cells.items():
+        means[y][x] = fmean(scores)
     tokens = [f"{length / 1024:g}K" if length >= 1024 and length % 512 == 0 else f"{length:g}" for length in lengths]
     return Grid(rows, tokens, means)
 
@@ -82,7 +86,8 @@ def heatmap(needles: Sequence[NeedleScore], title: str) -> Figure:
 def are_flat(grids: Sequence[Grid]) -> bool:
     """Return True if there are several grids, all with the same single length and the same depths,
     so that one picture with a line per run can show them."""
-    return len(grids) > 1 and len({(*other.lengths, *other.depths) for other in grids}) == 1 == len(grids[0].lengths)
+    axes = {(*other.lengths, *other.depths) for other in grids}
+    return len(grids) > 1 and len(axes) == 1 and len(grids[0].lengths) == 1
 
 
 def heatmap_by_run(grids: Mapping[str, Grid], title: str) -> Figure:
@@ -90,7 +95,8 @@ def heatmap_by_run(grids: Mapping[str, Grid], title: str) -> Figure:
     name."""
     first = next(iter(grids.values()))
     figure = Figure(figsize=(3 + 0.55 * len(first.depths), 1.5 + 0.21 * len(grids)), layout="constrained")
-    axes = _cells(figure, [[line[0] for line in cells.means] for cells in grids.values()], first.depths, list(grids))
+    means = [[line[0] for line in cells.means] for cells in grids.values()]
+    axes = _cells(figure, means, first.depths, list(grids))
     axes.set_xlabel("depth of the needle (%)")
     figures.title(figure, title, f"mean score, 0-100, at a length of {first.lengths[0]} tokens")
     return figure
