@@ -66,7 +66,8 @@ def causal_weights(x: AttnInput, spec: LayerSpec, first: int, last: int) -> Tens
 def line_per_layer(axes: Axes, x: Sequence[Sequence[float]], y: Sequence[Sequence[float]], **labels: Any) -> None:
     """Draw a line per layer, darker for later layers. `labels`: as `Axes.set` takes them."""
     for index, (across, up) in enumerate(zip(x, y, strict=True)):
-        axes.plot(across, up, color=(0.1, 0.35, 0.7, 0.15 + 0.7 * index / max(1, len(x) - 1)), linewidth=0.9)
+        opacity = 0.15 + 0.7 * index / max(1, len(x) - 1)
+        axes.plot(across, up, color=(0.1, 0.35, 0.7, opacity), linewidth=0.9)
     axes.set(**labels)
 
 
@@ -105,10 +106,15 @@ class KeySpectrum(Observation):
 
     def of_layer(self, x: AttnInput, spec: LayerSpec) -> Figures:
         figures: dict[str, Any] = {}
-        for kind, rows in zip(KINDS, (unrotate(x.k, x.cos, x.sin), x.k, x.v), strict=True):
-            spectrum = torch.linalg.svdvals(rows[0].transpose(0, 1).flatten(1).double())  # of [N G*D]
-            squares, ranks = spectrum.square() / spectrum.square().sum(), spread(len(spectrum))
-            lost = squares[max(1, round(self.share * len(spectrum))) :].sum()  # error of the best factors of that rank
+        rows_of = {"before": unrotate(x.k, x.cos, x.sin), "after": x.k, "values": x.v}
+        for kind, rows in rows_of.items():
+            matrix = rows[0].transpose(0, 1).flatten(1)  # [N G*D]
+            spectrum = torch.linalg.svdvals(matrix.double())
+            squares = spectrum.square()
+            squares /= squares.sum()
+            ranks = spread(len(spectrum))
+            rank = max(1, round(self.share * len(spectrum)))
+            lost = squares[rank:].sum()  # error of the best factors of that rank
             figures |= {
                 f"rank_{kind}": int((squares.cumsum(0) < self.energy).sum()) + 1,
                 f"error_{kind}": round(lost.sqrt().item(), 5),
@@ -154,18 +160,22 @@ class ChunkCosines(Observation):
     def _figures(self, keys: Tensor, suffix: str) -> dict[str, Any]:
         cosines = to_chunk_mean(keys[0].float(), self.chunk)  # [G C c]
         least = cosines.amin(-1).flatten()
+        outliers = least < self.below
+        histogram = least.cpu().histc(BINS, -1, 1)
         return {
             f"mean{suffix}": round(cosines.mean().item(), 5),
             f"least{suffix}": round(least.median().item(), 5),
-            f"outliers{suffix}": round((least < self.below).float().mean().item(), 5),
-            f"histogram{suffix}": rounded(least.cpu().histc(BINS, -1, 1) / len(least)),
+            f"outliers{suffix}": round(outliers.float().mean().item(), 5),
+            f"histogram{suffix}": rounded(histogram / len(least)),
         }
 
     def paint(self, panels: Sequence[Axes], layers: Sequence[Figures]) -> None:
         axis = {"xlabel": f"least cosine of a chunk of {self.chunk} to its mean", "ylabel": "layer"}
-        for axes, suffix, title in zip(panels, ("", "_before"), ("rotated keys", KINDS["before"]), strict=True):
+        extent = (-1, 1, len(layers) - 0.5, -0.5)
+        titles = {"": "rotated keys", "_before": KINDS["before"]}
+        for axes, (suffix, title) in zip(panels, titles.items(), strict=True):
             shares = [layer[f"histogram{suffix}"] for layer in layers]
-            image = axes.imshow(shares, aspect="auto", cmap="Blues", extent=(-1, 1, len(layers) - 0.5, -0.5), vmin=0)
+            image = axes.imshow(shares, aspect="auto", cmap="Blues", extent=extent, vmin=0)
             axes.axvline(self.below, color=LINE, linewidth=0.9)
             axes.set(title=title, xticks=[-1, -0.5, 0, 0.5, 1], **axis)
             axes.figure.colorbar(image, ax=axes, label="share of the chunks")
@@ -241,19 +251,23 @@ class HeavyHitters(Observation):
     def of_layer(self, x: AttnInput, spec: LayerSpec) -> Figures:
         tokens = x.k.shape[2]
         received = x.q.new_zeros(x.q.shape[1], tokens, dtype=torch.float32)  # [H N]
-        small, seen = 0, 0
+        small = 0
+        seen = 0
         for first in range(0, tokens, AT_ONCE):
             weights = causal_weights(x, spec, first, min(first + AT_ONCE, tokens))
             visible = torch.ones_like(weights, dtype=torch.bool).tril(first)
-            small += int(((weights < self.zero * weights.amax(-1, keepdim=True)) & visible).sum())
+            bound = self.zero * weights.amax(-1, keepdim=True)
+            small += int(((weights < bound) & visible).sum())
             seen += int(visible.sum())
             received += weights.sum(1)
-        falling = (received.sort(-1, descending=True).values / received.sum(-1, keepdim=True)).mean(0)
+        shares = received.sort(-1, descending=True).values / received.sum(-1, keepdim=True)
+        falling = shares.mean(0)
         return {"sparsity": round(small / seen, 5), **mass_of_top(falling, HITTER_SHARES)}
 
     def paint(self, panels: Sequence[Axes], layers: Sequence[Figures]) -> None:
         bars, curves = panels
-        bars.bar(range(len(layers)), [100 * layer["sparsity"] for layer in layers], color="#1a59b3")
+        sparsity = [100 * layer["sparsity"] for layer in layers]
+        bars.bar(range(len(layers)), sparsity, color="#1a59b3")
         bars.set(xlabel="layer", ylabel=f"weights below {self.zero:g} of their row's largest (%)", ylim=(0, 100))
         axis = {"xlabel": "tokens with the most weight (%)", "ylabel": "accumulated weight on them (%)"}
         paint_shares(curves, layers, HITTER_SHARES, title="a line per layer, darker: later", **axis)
@@ -262,10 +276,12 @@ class HeavyHitters(Observation):
 def mass_of_top(falling: Tensor, shares: Sequence[float]) -> dict[str, float]:
     """Return what the largest weights hold together, for each share of the tokens. `falling` [N]:
     weights that add up to 1, in falling order. Each share has at least one token."""
-    tops = falling.double().cumsum(0)[[max(1, int(share * len(falling))) - 1 for share in shares]]
+    counts = [max(1, int(share * len(falling))) for share in shares]
+    tops = falling.double().cumsum(0)[[count - 1 for count in counts]]
     return {f"top_{share:g}": top for share, top in zip(shares, rounded(tops), strict=True)}
 
 
 def paint_shares(axes: Axes, layers: Sequence[Figures], shares: Sequence[float], **labels: Any) -> None:
     percents = [[100 * layer[f"top_{share:g}"] for share in shares] for layer in layers]
-    line_per_layer(axes, [[100 * share for share in shares]] * len(layers), percents, ylim=(0, 100), **labels)
+    across = [[100 * share for share in shares]] * len(layers)
+    line_per_layer(axes, across, percents, ylim=(0, 100), **labels)

@@ -108,7 +108,8 @@ def groups(jobs: Sequence[Composed]) -> list[dict[int, Composed]]:
 def labels(jobs: Sequence[Composed]) -> list[str]:
     """Return a name for each job: its overrides without those that all jobs have in common. A
     single job has an empty name."""
-    common = set.intersection(*(set(job.words) for job in jobs)) if jobs else set[str]()
+    words = [set(job.words) for job in jobs]
+    common = set.intersection(*words) if words else set[str]()
     return [" ".join(word.lstrip("+") for word in job.words if word not in common) for job in jobs]
 
 
@@ -135,7 +136,8 @@ def run_jobs(group: JobGroup, prompts: KnownPrompts, jobs: int, complain: Compla
     def failed(error: Exception, number: int | None = None) -> None:
         notes = " ".join(getattr(error, "__notes__", ()))  # which name the folder of the run that failed
         of_folder = [number for number, job in planned.items() if f"{job.folder}/" in notes]
-        failures.append((number if number is not None else [*of_folder, *group][0], one_sentence(error)))
+        at_fault = number if number is not None else [*of_folder, *group][0]
+        failures.append((at_fault, one_sentence(error)))
         begun.begin(group[failures[-1][0]].config)
         errors.append(error)
         if complain:
@@ -174,7 +176,8 @@ def _planned(composed: Composed, prompts: KnownPrompts) -> Job:
     method, task, model, settings = built(composed.config)
     from harness.jobs.job import Job  # and torch, which a wrong word on the command line does not wait for
 
-    key = str((task, model, {name: value for name, value in asdict(settings).items() if name not in AFTER_PREFILL}))
+    common = {name: value for name, value in asdict(settings).items() if name not in AFTER_PREFILL}
+    key = str((task, model, common))
     if key not in prompts:
         prompts.clear()  # two sets of prompts are never there at once
     job = Job.plan(method, task, model, settings, prompts.get(key), composed.presets)
@@ -257,7 +260,8 @@ def lost(error: Exception) -> str:
     """Return one line on a worker process that died: the first sentence of the launcher's error,
     and the signal that ended the process."""
     text = " ".join(str(error).split())
-    first, signals = re.split(r"(?<=\.) ", text)[0].rstrip("."), sorted(set(re.findall(r"\bSIG[A-Z]+\b", text)))
+    first = re.split(r"(?<=\.) ", text)[0].rstrip(".")
+    signals = sorted(set(re.findall(r"\bSIG[A-Z]+\b", text)))
     memory = ["SIGKILL comes from the system where memory runs out"] if "SIGKILL" in signals else []
     return "; ".join([f"{type(error).__name__}: {shorten(first, 200, placeholder=' ...')}", *signals, *memory])
 
