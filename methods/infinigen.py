@@ -48,6 +48,7 @@ from methods.base import (
     LayerSpec,
     LayerWorkload,
     Takes,
+    over_steps,
 )
 from methods.base.pieces import pieces
 from methods.base.request import QUERIES, ROTATION
@@ -299,15 +300,12 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
             return whole
         return whole._replace(prompt=self.counts.double().mean().item())
 
-    @property
-    def reading(self) -> tuple[float | Tensor, float | Tensor]:
-        if self.plan is None or self.rows is None or self._reads_counts:
-            return self.attended
-        return self.counts, super().attended.generated
-
     def readings(self, steps: int) -> tuple[float | Tensor, float | Tensor]:
         read, self.read_in_steps = self.read_in_steps, None
-        prompt, generated = super().readings(steps)
+        if self.plan is None or self.rows is None or self._reads_counts:
+            prompt, generated = super().readings(steps)
+        else:
+            prompt, generated = over_steps(steps, self.counts, super().attended.generated)
         return prompt if read is None else read, generated
 
     def check_choice(self, rows: Tensor, top: int | None) -> None:
