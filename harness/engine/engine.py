@@ -138,9 +138,8 @@ class Engine:
         prompt: Tensor,
         *,
         max_new_tokens: int,
-        stops: Sequence[Stop] | None = None,
         context_tokens: int | None = None,
-        sampler: Sampler | None = None,
+        **ending: Any,
     ) -> RunningSequence:
         """Prefill `prompt` [1 S] and add it to `batch`, a running batch of this engine. Return its
         sequence, which `batch.step` decodes together with the others. Other arguments as in
@@ -152,9 +151,7 @@ class Engine:
         wait_for(self.model.device)
         began = perf_counter()
         logits = self.prefill(cache, context, whole=True)
-        return batch.join(
-            cache, logits, question, began=began, max_new_tokens=max_new_tokens, stops=stops, sampler=sampler
-        )
+        return batch.join(cache, logits, question, began=began, max_new_tokens=max_new_tokens, **ending)
 
     def cache(self, prompt: Tensor, max_new_tokens: int, shared: Sequence[KVLayer] | None = None) -> KVCache:
         """Return a fresh cache for `prompt` [B S] and an answer of `max_new_tokens`. `shared`:
@@ -293,18 +290,14 @@ class Engine:
         question: Tensor,
         *,
         began: float,
-        max_new_tokens: int,
-        stops: Sequence[Stop] | None = None,
-        sampler: Sampler | None = None,
+        **ending: Any,
     ) -> Generation:
         """Answer on a prefilled cache: decode the question [B Q] (protocol=context, else Q = 0),
         seal unless that is done, and decode the answer. `logits` [B V]: those of the prompt's last
         token, not needed if there is a question. `began`: when the prefill began, by
-        `perf_counter`."""
+        `perf_counter`. `ending`: keywords of `Ending`."""
         batch = RunningBatch(self)
-        slot = batch.join(
-            cache, logits, question, began=began, max_new_tokens=max_new_tokens, stops=stops, sampler=sampler
-        )
+        slot = batch.join(cache, logits, question, began=began, **ending)
         return _to_the_end(batch, slot)
 
 

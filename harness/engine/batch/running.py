@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from harness.engine.batch.cache import SlotsCache
-from harness.engine.batch.running_sequence import Generation, RunningSequence, Stop, never
+from harness.engine.batch.running_sequence import Ending, Generation, RunningSequence
 from harness.engine.cache import KVCache
 from harness.engine.graph import CapturedStep
-from harness.engine.sampling import Greedy, Sampler
 from harness.models.devices import read_later
 from kernels.step_inputs import to_device
 
@@ -50,16 +49,13 @@ class RunningBatch:
         question: Tensor,
         *,
         began: float,
-        max_new_tokens: int,
-        stops: Sequence[Stop] | None = None,
-        sampler: Sampler | None = None,
+        **ending: Any,
     ) -> RunningSequence:
         """Add a prefilled sequence, or B sequences that share `cache`, and return it. logits [B V]:
         those of its last token. question [B Q]: tokens that are fed one by one after the seal
         (protocol=context, else Q = 0); with a question, logits may be None. `began`: when the
-        prefill began, by `perf_counter`."""
-        stops = list(stops or [never] * len(question))
-        slot = RunningSequence(cache, question, stops, sampler or Greedy(), max_new_tokens, began)
+        prefill began, by `perf_counter`. `ending`: keywords of `Ending`."""
+        slot = RunningSequence(cache, question, Ending(**ending), began)
         slot.begin(logits)
         self.sequences.append(slot)
         return slot

@@ -55,6 +55,17 @@ def safe_tokens(stop: Stop) -> float:
     return stop.count - 1 if isinstance(stop, After) else getattr(stop, "min_new_tokens", 0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """Say how the tokens of an answer are picked, and when it ends. `max_new_tokens`: the most that
+    it has. `stops`: a rule for each sequence; None: none ends it earlier. `sampler`: None takes the
+    most likely token."""
+
+    max_new_tokens: int
+    stops: Sequence[Stop] | None = None
+    sampler: Sampler | None = None
+
+
 @dataclass(slots=True)
 class Generation:
     """Hold the answer of one sequence, or of B sequences of equal length that share a cache, and
@@ -129,12 +140,13 @@ class RunningSequence:
     """Hold one sequence, or B sequences of equal length that share `cache`, while it decodes. Its
     `clock` runs during the prefill, the seal and its steps."""
 
-    def __init__(
-        self, cache: KVCache, question: Tensor, stops: list[Stop], sampler: Sampler, max_new_tokens: int, began: float
-    ) -> None:
+    def __init__(self, cache: KVCache, question: Tensor, ending: Ending, began: float) -> None:
         """`question` [B Q]: tokens that are decoded before the first token of the answer
         (protocol=context)."""
-        self.cache, self.stops, self.sampler, self.max_new_tokens = cache, stops, sampler, max_new_tokens
+        self.cache = cache
+        self.stops = stops = list(ending.stops or [never] * len(question))
+        self.sampler = ending.sampler or Greedy()
+        self.max_new_tokens = ending.max_new_tokens
         self.clock, self._began = SlotClock(began), began
         self.out = Generation(tokens=[[] for _ in stops], stops=[""] * len(stops))
         self.parts: list[dict[str, float]] = []  # seconds of each part, per clocked step (harness/engine/trace.py)
