@@ -106,5 +106,6 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     for wrong, named in ((row(TALK[:2]), "no conversation"), (row(TALK[1:]), "no conversation"), (row(prompt="["), "")):
         with pytest.raises(TaskError, match=rf"2needle_0: row 1 of .*{named}"):
             examples(write(tmp_path, **{"2needle_0": [wrong]}))
+    (tmp_path / "elsewhere" / "data").mkdir(parents=True)
     with pytest.raises(MissingData, match=r"openai/mrcr 2needle/2needle_0\.parquet .* --local-dir DATA/mrcr"):
-        examples(tmp_path / "mrcr")
+        examples(tmp_path / "elsewhere" / "data")

@@ -31,7 +31,7 @@ def generate(model: PreTrainedModel, ids: Tensor, cache: Any, new: int = NEW, **
         attention_mask=torch.ones_like(ids),
         past_key_values=cache,
         max_new_tokens=new,
-        min_new_tokens=new,
+        eos_token_id=-1,  # none, so that both loops may say any token
         do_sample=False,
         **more,
     )
