@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
+from inspect import Parameter, Signature, signature
 from time import perf_counter
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -277,6 +278,18 @@ def attached(model: PreTrainedModel, method: Method, **options: Any) -> Iterator
         yield attachment
     attachment.warn_of_unsealed()
     attachment.warn_of_fallbacks()
+
+
+def _with_keywords_of(options: type, function: Callable[..., Any]) -> Signature:
+    """Return the signature of `function` with the fields of `options` as keywords in place of
+    `**options`, so that `help` and notebooks show them with their defaults."""
+    whole = signature(function)
+    own = [parameter for parameter in whole.parameters.values() if parameter.kind != Parameter.VAR_KEYWORD]
+    keywords = [field.replace(kind=Parameter.KEYWORD_ONLY) for field in signature(options).parameters.values()]
+    return whole.replace(parameters=[*own, *keywords])
+
+
+attached.__signature__ = _with_keywords_of(AttachOptions, attached)  # type: ignore[attr-defined]
 
 
 class _LastInput(Policy):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from inspect import signature
 
 import pytest
 import torch
@@ -43,6 +44,12 @@ def test_the_users_own_generate_runs_through_the_method(architecture: str) -> No
 
 
 @pytest.mark.tokens
+def test_the_keywords_of_attached_are_shown() -> None:
+    shown = signature(attached).parameters
+    assert list(shown)[:3] == ["model", "method", "budget"]
+    assert shown["placement"].default == "device"
+
+
 def test_the_model_is_restored_also_after_an_exception() -> None:
     model, ids = tiny("llama"), prompt(20)
     before = generated(model, ids)
