@@ -1,5 +1,5 @@
-"""Makes the prompts of a task and a length: chooses the generator and its data, and names what
-shapes the outcome."""
+"""Makes the prompts of a RULER task at a length: chooses the generator and its data, and lists all
+that decides what the prompts are, by which a run and a cache know them."""
 
 from __future__ import annotations
 

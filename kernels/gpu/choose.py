@@ -166,8 +166,8 @@ def _weights(
     PIECES: tl.constexpr, SUM: tl.constexpr, TIMES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Combine the softmax weights of a group's query heads, for a block of tokens: their sum if
-    SUM, else the largest; and write each TIMES times. `lses` holds the log-sum-exps of the `pieces`
-    parts of each row of x. Rows of x lie `apart` entries apart, those of `out` `room`."""
+    SUM, else the largest. Each result is written TIMES times in a row. `lses` holds the log-sum-exps
+    of the `pieces` parts of each row of x. Rows of x lie `apart` entries apart, those of `out` `room`."""
     this, head = tl.program_id(1).to(tl.int64), tl.arange(0, FOLD)
     row, mine = this * HEADS + head, head < HEADS
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

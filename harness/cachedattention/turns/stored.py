@@ -154,8 +154,8 @@ class StoredCaches(CachesBetweenTurns):
     session.
 
     A history that was cut gets a lineage of its own, a hash under which its rows are stored, and so
-    does what is computed after it (store/fingerprint.py). A session is asked for under the lineage
-    with which it was saved here, EXACT if it was not.
+    does what is computed after it (store/fingerprint.py). What the store has of a session is looked
+    for under the lineage with which it was saved last, or EXACT if these caches have not saved it.
 
     A history that was stored and is gone is computed again, as any other text. Where that gives
     something else than what was stored, the turn is `lost`, and what it computes gets a lineage of
