@@ -14,10 +14,9 @@ abilities do not act in steps calls nothing in a step. When rows go while the an
 policy is told which stay before they go (`Policy.forget`). What an ability must know of a method's
 own policies is a protocol in its file, and not a hook of the base classes.
 
-To add one: write a file here with the object and, if it remembers something, its state; say in
-`APART` with which abilities it does not go; give the object to `attached(..., abilities=(Mine(),))`,
-or list it in a method. For a setting, add its entry in harness/config/settings.py, and make the
-object in `abilities_of` of harness/jobs/resolve.py. `merge.py` is the shortest example."""
+To add one, write a file here with the object and its state, and say in `APART` with which abilities
+it does not go. docs/extending.md has a complete example, and CONTRIBUTING.md says how a setting
+gives it to methods."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ one whose tokens compete for the room of a pool. A layer may have both."""
 
 from __future__ import annotations
 
+from methods.layers.ability_state import AbilityState
 from methods.layers.indices import between_ends, ends, gather_per_head
 from methods.layers.layer import Layer, PolicyMethod
 from methods.layers.policy import Evict, Keep, Padded, Policy
@@ -14,6 +15,7 @@ from methods.layers.read import Read, Select
 from methods.layers.storage import Storage
 
 __all__ = [
+    "AbilityState",
     "Evict",
     "Keep",
     "Layer",

@@ -6,13 +6,20 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
+from harness.engine.cache import KVCache
+from methods.pqcache import PQCache
+from methods.snapkv import SnapKV
 from tests import forks
 from tests.fast import MODEL, MODEL_ARGS, TASK_ARGS
 from tests.forks import Forked
+from tests.tiny import prompt, tiny
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -71,6 +78,48 @@ def test_a_method_that_selects(cli: Cli, package: Path, words: list[str]) -> Non
     runs = [json.loads(file.read_text()) for file in package.glob("runs/*/summary.json")]
     read = {run["budget"]["asked"]: run["budget"]["attended"]["share"] for run in runs if run["method"] != "full"}
     assert read == {0.25: 0.25, 1.0: 1.0}
+
+
+def test_an_ability(package: Path) -> None:
+    """It acts at the first seal alone, also on a copy and what a store hands over, in a batch as alone, and is refused
+    by name."""
+    from mine.quiet import Quiet
+
+    from harness import Engine, RunningBatch, attached
+
+    def sinks(cache: KVCache) -> Tensor:
+        return torch.stack([layer.store.v[:, :, :5] for layer in cache.layers])
+
+    model, ids = tiny("llama"), prompt(60)
+    found, answers = {}, {}
+    with torch.inference_mode():
+        for given in ((), (Quiet(0.5),)):
+            with attached(model, SnapKV(window=8), budget=1.0, abilities=given) as kv:
+                answers[given] = Engine(kv).generate(ids, max_new_tokens=6).tokens
+                cache, again = kv.cache(capacity=90), kv.cache(capacity=90)
+                model(ids, past_key_values=cache)
+                cache.seal()
+                again.refill(cache.contents())
+                found[given] = sinks(cache).clone()
+                for one in (cache, again, deepcopy(cache)):
+                    one.open_turn()
+                    model(prompt(9, seed=1), past_key_values=one)
+                    one.seal()
+                    assert torch.equal(sinks(one), found[given])
+        with attached(model, SnapKV(window=8), budget=1.0, abilities=(Quiet(0.5),)) as kv:
+            engine = Engine(kv)
+            batch = RunningBatch(engine)
+            for length in (60, 40):
+                engine.join(batch, prompt(length), max_new_tokens=6)
+            ended = [slot.out.tokens for _ in range(6) for slot in batch.step()]
+    (plain, quiet), (answer, quieter) = found.values(), answers.values()
+    assert torch.equal(quiet[:, :, :, :4], plain[:, :, :, :4] / 2)
+    assert torch.equal(quiet[:, :, :, 4:], plain[:, :, :, 4:])
+    assert quieter != answer
+    assert quieter in ended
+    refused = pytest.raises(ValueError, match=r"PQCache cannot have Quiet\(.*its rows must stay")
+    with refused, attached(model, PQCache(), budget=0.5, abilities=(Quiet(),)):
+        pass
 
 
 def test_a_task(cli: Cli, package: Path) -> None:
