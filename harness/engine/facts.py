@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from harness.results.fact import Fact, entry, first, largest, last, total
-from methods.tiers.tier import DEVICE, TIERS, bytes_key
+from methods.tiers.tier import DEVICE, bytes_key
 
 SEALED = {
     "ended before the cache was sealed: the method did nothing there": lambda record: not record["sealed"],
@@ -36,15 +37,10 @@ GENERATED = {
     "compile_s": SECONDS,  # Triton's making kernels ready, within the other times; null where it makes none
     "along": Fact(unit="other"),  # costs along an answer of more than 64 steps, a number per stretch
 }
-# by tier, the bytes of its own cache; of the whole batch in lines without `share_s`
-HELD = {
-    bytes_key(tier): Fact(
-        unit="bytes",
-        older=0,
-        required=tier == DEVICE,
-        over_turns=last,
-        section="held",
-        over_examples=entry(largest),
-    )
-    for tier in TIERS
-}
+
+
+def held(tiers: Iterable[str]) -> dict[str, Fact]:
+    """Return the facts by tier of the bytes that an answer's own cache holds there; in lines without `share_s`, those
+    of the whole batch."""
+    largest_of_all = Fact(unit="bytes", older=0, over_turns=last, section="held", over_examples=entry(largest))
+    return {bytes_key(tier): replace(largest_of_all, required=tier == DEVICE) for tier in tiers}

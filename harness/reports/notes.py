@@ -125,7 +125,7 @@ def _of_questions(entries: Sequence[ReportRow]) -> Iterator[str]:
     """Yield notes on answers that began on an existing cache (further turns, and further questions
     on one context), and on thoughts before answers."""
     for entry in entries:
-        for fact in reversed(FACTS.values()):  # from the example's to its steps'
+        for fact in reversed([*FACTS.values()]):  # from the example's to its steps'
             if fact.note:
                 yield from fact.note(entry.title, entry.run.records, entry.run.config)
     texts = {len({r.independent for r in e.run.records}) for e in entries if any(r["unit"] for r in e.run.records)}

@@ -14,15 +14,17 @@ form of an entry alone (fact.py), and no torch, so that reports start at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from harness.cachedattention.facts import HISTORY
-from harness.engine.facts import GENERATED, HELD
+from harness.engine.facts import GENERATED, held
 from harness.jobs.facts import EXAMPLES, TASK
 from harness.prompts.facts import THOUGHTS
 from harness.results.fact import Fact, Section, Unit
 from harness.results.measures import MEASURES
+from methods.tiers.tier import TIERS
 
 BY_TURN: tuple[Unit, ...] = (
     "turns",
@@ -30,7 +32,28 @@ BY_TURN: tuple[Unit, ...] = (
     "tokens",
     "seconds",
 )  # units of what summary.json has of each turn, in its order
-FACTS: dict[str, Fact] = {**GENERATED, **TASK, **THOUGHTS, **HISTORY, **EXAMPLES, **HELD, **MEASURES}
+
+
+class _Facts(Mapping[str, Fact]):
+    """All facts by key, in the order of a line of examples.jsonl. A plug-in may add a tier at any time."""
+
+    def __getitem__(self, key: str) -> Fact:
+        return joined(tuple(TIERS))[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(joined(tuple(TIERS)))
+
+    def __len__(self) -> int:
+        return len(joined(tuple(TIERS)))
+
+
+@cache
+def joined(tiers: tuple[str, ...]) -> dict[str, Fact]:
+    """Return all facts by key where these tiers exist."""
+    return {**GENERATED, **TASK, **THOUGHTS, **HISTORY, **EXAMPLES, **held(tiers), **MEASURES}
+
+
+FACTS = _Facts()
 
 
 def facts_of(values: Mapping[str, Any], *, example: bool) -> dict[str, Any]:

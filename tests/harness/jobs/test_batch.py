@@ -15,19 +15,21 @@ from evals.base import Example, TaskEnv
 from evals.niah import Niah
 from harness.config.settings import GenerationSettings, SettingsError
 from harness.engine.engine import Engine
-from harness.engine.facts import HELD
+from harness.engine.facts import held
 from harness.results.measures import MEASURES
 from harness.results.records import Record
 from harness.results.run_folder import StoredRun
 from methods.base import Method
 from methods.kvzip import KVzip
+from methods.tiers.tier import TIERS
 from tests import fast
 from tests.failures import third_record_fails
 from tests.fast import PQ
 from tests.tape import Tape
 
 OWN = (
-    "output", "tokens", "stop", "score", "prompt_tokens", "context_tokens", "sealed", "fallback", *HELD, *MEASURES,
+    "output", "tokens", "stop", "score", "prompt_tokens", "context_tokens", "sealed", "fallback",
+    *held(TIERS), *MEASURES,
 )  # fmt: skip
 
 

@@ -13,11 +13,12 @@ from harness.reports.columns import measurements
 from harness.reports.compare import comparisons
 from harness.reports.document import as_rows, as_text
 from harness.results.fact import Fact, entry, total
-from harness.results.facts import FACTS
+from harness.results.facts import FACTS, joined
 from harness.results.files import write_csv
 from harness.results.measures import MEASURES, measure
 from harness.results.records import Record
 from harness.results.run_folder import load
+from methods.tiers.tier import TIERS
 from tests.fake_records import record, talk, turn, write_run
 
 ROOT = Path(__file__).parents[3]
@@ -26,7 +27,9 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture
 def probes(monkeypatch: pytest.MonkeyPatch) -> str:
     """Return a number that nobody has measured before, which has its line."""
-    monkeypatch.setitem(FACTS, "probes_per_step", measure("tokens", head="probes", shown="probes of an index"))
+    monkeypatch.setitem(
+        joined(tuple(TIERS)), "probes_per_step", measure("tokens", head="probes", shown="probes of an index")
+    )
     return "probes_per_step"
 
 
@@ -59,7 +62,7 @@ def test_a_new_fact_needs_its_entry_alone(monkeypatch: pytest.MonkeyPatch, tmp_p
         caution=lambda records, config: iter([f"{records[0]['healed']} healed"]),
         note=lambda title, records, config: iter([f"{title} heals"]),
     )
-    monkeypatch.setitem(FACTS, "healed", fact)
+    monkeypatch.setitem(joined(tuple(TIERS)), "healed", fact)
     [table] = comparisons([load(write_run(tmp_path, [talk("a", turn(healed=2), turn(healed=3))], "full"))])
     [row] = as_rows([table])
     assert (row["healed"], row["turns.2.healed"], row["stamps"]) == (5, 3, "Z!")
