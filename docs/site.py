@@ -12,7 +12,14 @@ from harness.reports.leaderboard import leaderboard
 
 ROOT = Path(__file__).parents[1]
 LEADERBOARD = "leaderboard.html"  # in the menu of mkdocs.yml
-SHOWN = ("README.md", "CONTRIBUTING.md", "docs/*.md", "docs/img/*", "results/paper/*", "results/published/**/*")
+SHOWN = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/*.md",
+    "docs/img/*",
+    "results/paper/*",
+    "results/published/**/*",
+)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -22,7 +29,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     theme = [file for file in files if file.src_dir != config.docs_dir]
     paths = sorted({path for pattern in SHOWN for path in ROOT.glob(pattern) if path.is_file()})
     places = [path.relative_to(ROOT).as_posix() for path in paths]
-    page = File.generated(config, LEADERBOARD, content=leaderboard([ROOT / "results" / "published"]))
+    page = File.generated(
+        config, LEADERBOARD, content=leaderboard([ROOT / "results" / "published"])
+    )
     return Files(
-        [*theme, page, *(File(place, str(ROOT), config.site_dir, config.use_directory_urls) for place in places)]
+        [
+            *theme,
+            page,
+            *(
+                File(place, str(ROOT), config.site_dir, config.use_directory_urls)
+                for place in places
+            ),
+        ]
     )

@@ -35,7 +35,9 @@ BENCHES = ROOT / "results" / "published" / "bench"
 PUBLISHED = ROOT / "results" / "published" / "tables"
 PICTURE = ROOT / "docs" / "img" / "headline.png"
 KINDS = "rows|headline|families|decode"
-MARKED = re.compile(rf"(<!-- ({KINDS}) of ([\w/ ]+)(?:: ([\w ]+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(
+    rf"(<!-- ({KINDS}) of ([\w/ ]+)(?:: ([\w ]+))? -->\n).*?(<!-- end -->)", re.DOTALL
+)
 MIB = 2**20
 TIERS = ("device", "host", "disk")
 
@@ -75,7 +77,11 @@ def filled(page: str) -> str:
         else:
             names, _, budgets = names.partition(" at ")
             files = names.split()
-            text = decode(files, chosen) if kind == "decode" else listing(files, chosen, budgets.split())
+            text = (
+                decode(files, chosen)
+                if kind == "decode"
+                else listing(files, chosen, budgets.split())
+            )
         return f"{head}\n{text.rstrip()}\n\n{end}"
 
     return MARKED.sub(table, page)
@@ -105,7 +111,9 @@ def listing(names: Sequence[str], methods: Sequence[str] = (), budgets: Sequence
     rows = _by_score(rows)
     cells = {"method": rows["method"]}
     for column, (heading, factor, form) in columns.items():
-        cells[heading] = rows[column].map(lambda x, k=factor, f=form: "" if pd.isna(x) else format(x * k, f))
+        cells[heading] = rows[column].map(
+            lambda x, k=factor, f=form: "" if pd.isna(x) else format(x * k, f)
+        )
     if "budget.not_kept" in rows:
         cells["budget (%)"] += rows["budget.not_kept"].notna().map({True: NOT_KEPT, False: ""})
     return _markdown(pd.DataFrame(cells), 1)
@@ -121,7 +129,9 @@ def families(name: str) -> str:
     cells = pd.read_csv(PUBLISHED.parent / f"{name}.csv", index_col="family").astype(str)
     alike: dict[str, list[str]] = {}
     for family, results in cells.iterrows():
-        refused = "; ".join(f"{method}: {result}" for method, result in results.items() if result != "runs")
+        refused = "; ".join(
+            f"{method}: {result}" for method, result in results.items() if result != "runs"
+        )
         alike.setdefault(refused or "none", []).append(str(family))
     rows = [("; ".join(named), refused) for refused, named in alike.items()]
     return _markdown(pd.DataFrame(rows, columns=["families", "refused methods"]), 2)
@@ -138,9 +148,13 @@ def decode(names: Sequence[str], methods: Sequence[str] = ()) -> str:
             at = f"at {row['tokens']}"
             cells = columns.setdefault(row["method"].partition(":")[0], {})
             cells[f"TPOT {at} (ms)"] = _estimate(row["tpot_s"], 1e3)
-            cells[f"times as fast as Full {at}"] = _estimate(row["speedup"], 1) if row["speedup"] else ""
+            cells[f"times as fast as Full {at}"] = (
+                _estimate(row["speedup"], 1) if row["speedup"] else ""
+            )
             cells[f"KV {at} (MiB)"] = f"{row['device_bytes'] / MIB:.0f}"
-    chosen = {method: cells for method, cells in columns.items() if not methods or method in methods}
+    chosen = {
+        method: cells for method, cells in columns.items() if not methods or method in methods
+    }
     table = pd.DataFrame(chosen).T.fillna("")
     return _markdown(table.reset_index(names="method"), 1)
 
@@ -188,7 +202,9 @@ def headline_rows(name: str) -> pd.DataFrame:
     rows["moved"] = rows["memory.moved_bytes_per_step"] / MIB
     rows["best"] = rows.groupby("method")["score.mean"].transform("max")
     rows["is_full"] = rows["method"] == "full"
-    order = rows.sort_values(["is_full", "best", "method", "tuned"], ascending=[False, False, True, True])
+    order = rows.sort_values(
+        ["is_full", "best", "method", "tuned"], ascending=[False, False, True, True]
+    )
     return order.set_index("preset", drop=False)
 
 
@@ -207,7 +223,8 @@ def headline(name: str) -> str:
         "both (MiB)": rows["held"],
         "moved (MiB/step)": rows["moved"],
         "read (MiB/step)": read["memory.read_bytes_per_step"] / MIB,
-        "TT2T (ms)": 1000 * times["tt2t_s.p50"],  # includes sealing wherever rows lie, as TTFT does not
+        # includes sealing wherever rows lie, as TTFT does not
+        "TT2T (ms)": 1000 * times["tt2t_s.p50"],
         "TPOT (ms)": 1000 * times["tpot_s.p50"],
     }
     for heading in list(cells)[4:]:
@@ -241,10 +258,15 @@ def _score(row: pd.Series) -> str:
 
 
 def _nats(row: pd.Series) -> str:
-    ends = [row["likelihood.full.diff"], row["likelihood.full.ci95.low"], row["likelihood.full.ci95.high"]]
+    ends = [
+        row["likelihood.full.diff"],
+        row["likelihood.full.ci95.low"],
+        row["likelihood.full.ci95.high"],
+    ]
     if pd.isna(ends[0]):
         return ""
-    diff, low, high = (f"{end:+.{3 if abs(end) >= 0.0005 else 4}f}" for end in ends)  # a sign stands before a digit
+    # a sign stands before a digit
+    diff, low, high = (f"{end:+.{3 if abs(end) >= 0.0005 else 4}f}" for end in ends)
     return f"{diff} [{low}, {high}]{_star(row['likelihood.full.p_holm'])}"
 
 
@@ -255,7 +277,9 @@ def _star(p: float) -> str:
 def _prompts(rows: pd.DataFrame, name: str) -> str:
     sizes = sorted(set(rows["num_examples"].tolist()))
     if len(sizes) > 1:
-        raise ValueError(f"{name}: rows have {sizes} prompts: publish it when all have the same number.")
+        raise ValueError(
+            f"{name}: rows have {sizes} prompts: publish it when all have the same number."
+        )
     return f"{sizes[0]} prompts (median {rows['prompt_tokens.median'].median():.0f} tokens)"
 
 
@@ -267,7 +291,9 @@ def figure(name: str) -> Figure:
     ("presses") stand in the table alone."""
     rows = headline_rows(name)
     full = rows[rows["is_full"]].iloc[0]
-    shown = rows[~rows["is_full"] & ((rows["method"] == rows["module"]) | (rows["method"] == KIVI_2BIT))]
+    shown = rows[
+        ~rows["is_full"] & ((rows["method"] == rows["module"]) | (rows["method"] == KIVI_2BIT))
+    ]
     methods = list(dict.fromkeys(shown["method"]))[::-1]
     widths = [3.2, 2.6, 3.2, 2.6]
     drawn = Figure(figsize=(1.5 + sum(widths), 1.5 + 0.27 * len(methods)), layout="constrained")
@@ -298,13 +324,21 @@ def figure(name: str) -> Figure:
     return drawn
 
 
-def _points(axes: Axes, shown: pd.DataFrame, methods: list[str], key: str, ends: str, factor: int) -> None:
+def _points(
+    axes: Axes, shown: pd.DataFrame, methods: list[str], key: str, ends: str, factor: int
+) -> None:
     for place, method in enumerate(methods):
         pair = shown[shown["method"] == method].sort_values("tuned")
         best = pair.iloc[-1]
         if len(pair) > 1:
             first = pair.iloc[0]
-            axes.plot([factor * first[key], factor * best[key]], [place] * 2, color=FAINT, linewidth=1, zorder=1)
+            axes.plot(
+                [factor * first[key], factor * best[key]],
+                [place] * 2,
+                color=FAINT,
+                linewidth=1,
+                zorder=1,
+            )
             axes.plot(factor * first[key], place, "o", color=FAINT, markersize=5, zorder=2)
         span = [factor * best[f"{ends}.low"], factor * best[f"{ends}.high"]]
         axes.plot(span, [place] * 2, color=DEVICE, linewidth=1.4, alpha=0.45, zorder=2)
@@ -322,7 +356,13 @@ def _bars(axes: Axes, shown: pd.DataFrame, methods: list[str], keys: Sequence[st
             left += size
         authors = pair.iloc[0][list(keys)].sum()
         if abs(authors - left) > 0.01 * max(left, 1):
-            axes.plot([authors] * 2, [place - 0.35, place + 0.35], color=figures.SOFT, linewidth=1.5, zorder=3)
+            axes.plot(
+                [authors] * 2,
+                [place - 0.35, place + 0.35],
+                color=figures.SOFT,
+                linewidth=1.5,
+                zorder=3,
+            )
     if len(keys) > 1:
         axes.legend(loc="lower right", framealpha=1, edgecolor="white", fontsize=8.5)
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-NO_DATA_ROOT = "(none is set)"  # stands in errors where no data root is set; callers that know how to set one say so
+# stands in errors where no data root is set; callers that know how to set one say so
+NO_DATA_ROOT = "(none is set)"
 
 
 class TaskError(ValueError):
@@ -41,7 +42,13 @@ class TextTools(Protocol):
         """Return the text of `ids`, without special tokens."""
 
     def count(
-        self, user: str, prefix: str = "", *, system: str = "", chat: bool = True, earlier: Sequence[str] = ()
+        self,
+        user: str,
+        prefix: str = "",
+        *,
+        system: str = "",
+        chat: bool = True,
+        earlier: Sequence[str] = (),
     ) -> int:
         """Count the tokens of the whole prompt: the chat template around `earlier` and `user`, then
         `prefix`. A BOS that the tokenizer adds does not count."""
@@ -55,7 +62,8 @@ class TaskEnv:
     text: TextTools
     seed: int
     data_root: Path | None = None  # a folder of data sets, searched before the hub
-    cache_dir: Path | None = None  # where generated data may be kept, under a hash of everything that shapes them
+    # where generated data may be kept, under a hash of everything that shapes them
+    cache_dir: Path | None = None
     window: int | None = None  # the tokens that the model can take, prompt and answer together
 
 
@@ -90,19 +98,28 @@ class Example:
     prefix: str = ""  # the first words of the answer, put after the assistant header
     reply: str | None = None  # replaces the answer before this turn, as in `Turn`
     system: str = ""
-    earlier: tuple[str, ...] = ()  # what user and assistant said before, in turn, as messages of the chat template
+    # what user and assistant said before, in turn, as messages of the chat template
+    earlier: tuple[str, ...] = ()
     references: tuple[str, ...]
     max_new_tokens: int
     min_new_tokens: int = 0  # until so many are there, no token that ends an answer is picked
-    teacher_forced: bool = False  # feed the one reference, whatever the model says; the output is its mean NLL in nats
-    choices: tuple[str, ...] = ()  # fed one by one after the same prompt; the output is what `read_choices` reads
-    apart: bool = False  # context and question are tokenised apart, and no template strips the question (kvpress)
-    chat: bool = True  # whether the chat template goes around it (in LongBench not around few-shot and code)
+    # feed the one reference, whatever the model says; the output is its mean NLL in nats
+    teacher_forced: bool = False
+    # fed one by one after the same prompt; the output is what `read_choices` reads
+    choices: tuple[str, ...] = ()
+    # context and question are tokenised apart, and no template strips the question (kvpress)
+    apart: bool = False
+    # whether the chat template goes around it (in LongBench not around few-shot and code)
+    chat: bool = True
     stop: tuple[str, ...] = ()
-    long_question: bool = False  # the question holds a document, which too_long cuts if the context is too short for it
-    max_prompt_tokens: int | None = None  # a longer prompt is cut in the middle, before wrapping (LongBench)
-    halves_apart: bool = False  # what stays of it is decoded half by half, not as one text (LongBench v1)
-    data: Mapping[str, Any] = field(default_factory=dict)  # what score and plots need: depth, length, all_classes ...
+    # the question holds a document, which too_long cuts if the context is too short for it
+    long_question: bool = False
+    # a longer prompt is cut in the middle, before wrapping (LongBench)
+    max_prompt_tokens: int | None = None
+    # what stays of it is decoded half by half, not as one text (LongBench v1)
+    halves_apart: bool = False
+    # what score and plots need: depth, length, all_classes ...
+    data: Mapping[str, Any] = field(default_factory=dict)
     further: tuple[Turn, ...] = ()  # the user turns after the first
     unit: str | None = None  # examples of one unit, as of one haystack, count as one in statistics
 
@@ -110,7 +127,10 @@ class Example:
     def turns(self) -> tuple[Example, ...]:
         """Return each user turn as an example of its own, by which its answer is scored."""
         first = replace(self, further=()) if self.further else self
-        return (first, *(self._as_example(turn, number) for number, turn in enumerate(self.further, start=2)))
+        return (
+            first,
+            *(self._as_example(turn, number) for number, turn in enumerate(self.further, start=2)),
+        )
 
     def _as_example(self, turn: Turn, number: int) -> Example:
         return replace(
@@ -174,7 +194,8 @@ class Task(ABC):
     version: ClassVar[str]  # raised when prompts or scores change, so that old runs are not resumed
     metric: ClassVar[str]  # what the field calls the main number
     seeded: ClassVar[bool] = True  # False: the examples are the same whatever the seed
-    chance: ClassVar[float | None] = 0.0  # what guessing scores; None where scores are small by nature
+    # what guessing scores; None where scores are small by nature
+    chance: ClassVar[float | None] = 0.0
 
     def require(self, data_root: Path | None) -> None:  # noqa: B027 (most tasks make their own text)
         """Raise `TaskError` if the task's data are neither in `data_root` nor on the hub. It is
@@ -197,7 +218,9 @@ class Task(ABC):
         """Score one output. It is a pure function: the same arguments give the same score. A
         conversation is scored turn by turn (`Example.turns`)."""
 
-    def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
+    def averages(
+        self, groups: Mapping[str, float], details: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
         """Return averages by name. `mean`, the plain mean over `groups` (group -> mean score), is
         always among them.
 

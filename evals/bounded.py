@@ -32,10 +32,14 @@ def upper_p(values: Floats, weights: Floats, mean: float | Floats, top: float) -
     deviations = values - np.asarray(mean)[..., None]
     shapes = weights * _size(np.maximum(-deviations, 0), weights)[..., None]
     last = np.broadcast_to(top - np.asarray(mean), deviations.shape[:-1])[..., None]
-    return tail(np.concatenate([deviations, last], -1), np.concatenate([shapes, np.ones_like(last)], -1))
+    return tail(
+        np.concatenate([deviations, last], -1), np.concatenate([shapes, np.ones_like(last)], -1)
+    )
 
 
-def upper_end(values: Floats, weights: Floats, top: float, level: float, between: tuple[float, float]) -> float:
+def upper_end(
+    values: Floats, weights: Floats, top: float, level: float, between: tuple[float, float]
+) -> float:
     """Return the upper end of the mean's confidence interval: the mean in the range `between` at
     which `upper_p` falls to `level`, or the nearer end of the range if there is none.
 
@@ -50,13 +54,16 @@ def upper_end(values: Floats, weights: Floats, top: float, level: float, between
 def _upper_end(
     value_bytes: bytes, weight_bytes: bytes, top: float, level: float, between: tuple[float, float]
 ) -> float:
-    from scipy import special  # here, because a bare GPU machine, whose tests import this module, has none
+    # here, because a bare GPU machine, whose tests import this module, has none
+    from scipy import special
 
     values, weights = np.frombuffer(value_bytes), np.frombuffer(weight_bytes)
     aim = special.ndtri(level)
 
     def excess(mean: float) -> float:
-        return float(special.ndtri(np.clip(upper_p(values, weights, mean, top), 1e-300, 1 - 1e-16)) - aim)
+        return float(
+            special.ndtri(np.clip(upper_p(values, weights, mean, top), 1e-300, 1 - 1e-16)) - aim
+        )
 
     low, high = between
     last, before = (low, excess(low)), (high, excess(high))
@@ -85,20 +92,23 @@ def tail(values: Floats, shapes: Floats) -> Floats:
 
     The probability is a contour integral over the sum's moment generating function (`_integral`),
     exact to about 7 digits."""
-    from scipy import special  # here, because a bare GPU machine, whose tests import this module, has none
+    # here, because a bare GPU machine, whose tests import this module, has none
+    from scipy import special
 
     if values.ndim == shapes.ndim == 1:  # equal values share one gamma, of their shapes added up
         values, which = np.unique(values, return_inverse=True)
         shapes = np.bincount(which, shapes).astype(float)
     values = np.where(abs(values) < _NOTHING * abs(values).max(-1, keepdims=True), 0.0, values)
-    turned = (values * shapes).sum(-1) > 0  # the smaller of the two tails is the one that is computed
+    # the smaller of the two tails is the one that is computed
+    turned = (values * shapes).sum(-1) > 0
     values, shapes = np.broadcast_arrays(np.where(turned[..., None], -1, 1) * values, shapes)
     largest = np.max(np.where(shapes > 0, values, -np.inf), axis=-1)
     smallest = np.min(np.where(shapes > 0, values, np.inf), axis=-1)
     beyond = np.where((largest <= 0) & (smallest >= 0), 1.0, 0.0)
     mixed = (largest > 0) & (smallest < 0)
     counted = (shapes > 0) & (values != 0)
-    if mixed.ndim == 0 and mixed and counted.sum() == 2:  # one gamma against another makes a beta variable
+    # one gamma against another makes a beta variable
+    if mixed.ndim == 0 and mixed and counted.sum() == 2:
         falls, rises = shapes[counted & (values < 0)], shapes[counted & (values > 0)]
         beyond = special.betaincc(rises, falls, smallest / (smallest - largest))[0]
     elif mixed.any():
@@ -121,8 +131,11 @@ def _integral(values: Floats, shapes: Floats) -> Floats:
     total = np.zeros(len(values))
     for block in np.split(_STEP * np.arange(_NODES), 2):
         along, across = np.cosh(block), np.sinh(block)
-        points = saddle[:, None] + scale[:, None] * (bend[:, None] * (along - 1) + 1j * across)  # [R nodes]
-        logs = -(shapes[:, None] * np.log(1 - points[..., None] * values[:, None])).sum(-1) - np.log(points)
+        # [R nodes]
+        points = saddle[:, None] + scale[:, None] * (bend[:, None] * (along - 1) + 1j * across)
+        logs = -(shapes[:, None] * np.log(1 - points[..., None] * values[:, None])).sum(
+            -1
+        ) - np.log(points)
         terms = np.exp(logs) * (along - 1j * bend[:, None] * across) * np.where(block == 0, 0.5, 1)
         total += terms.real.sum(-1)
         if (abs(terms[:, -1]) < 1e-14 * total).all():

@@ -53,7 +53,9 @@ class Source:
         a pattern of `local` finds it; "" for the data root itself."""
         places = [pattern.split("/") for pattern in self.local]
         parts = self.hub_file.split("/")
-        fitting = [place for place in places if fnmatch(self.hub_file, "/".join(place[-len(parts) :]))]
+        fitting = [
+            place for place in places if fnmatch(self.hub_file, "/".join(place[-len(parts) :]))
+        ]
         return "/".join(fitting[0][: -len(parts)]) if fitting else ""
 
 
@@ -108,21 +110,32 @@ def _missing(sources: Sequence[Source], root: Path | None, reason: str) -> TaskE
     of_hub: dict[tuple[str, str, str], list[str]] = {}
     for source in sources:
         if source.hub_repo:
-            of_hub.setdefault((source.hub_repo, source.hub_revision, source.folder), []).append(source.hub_file)
+            of_hub.setdefault((source.hub_repo, source.hub_revision, source.folder), []).append(
+                source.hub_file
+            )
     commands = [
         hub.command(repo, list(dict.fromkeys(files)), revision, folder)
         for (repo, revision, folder), files in of_hub.items()
     ]
     remedies = [f"run `{' && '.join(commands)}` where the hub can be reached"] if commands else []
     if own := [source for source in sources if not source.hub_repo]:
-        files = "the file at" if len(own) == 1 else "their files (docs/tasks.md says where they come from) at"
+        files = (
+            "the file at"
+            if len(own) == 1
+            else "their files (docs/tasks.md says where they come from) at"
+        )
         remedies.append(f"put {files} DATA/{own[0].local[0]}{' and so on' if len(own) > 1 else ''}")
     where = f"below the data root {root}" if root else "on this machine"
-    return MissingData(f"{', '.join([*named, *more])} cannot be found {where}, and {reason}: {', and '.join(remedies)}")
+    return MissingData(
+        f"{', '.join([*named, *more])} cannot be found {where}, and {reason}: {', and '.join(remedies)}"
+    )
 
 
 def _is_cached(source: Source) -> bool:
-    return bool(source.hub_repo) and hub.cached(str(source.hub_repo), source.hub_file, source.hub_revision) is not None
+    return (
+        bool(source.hub_repo)
+        and hub.cached(str(source.hub_repo), source.hub_file, source.hub_revision) is not None
+    )
 
 
 def open_rows(source: Source, env: TaskEnv, shape: Shape = ANY) -> Rows:
@@ -170,14 +183,18 @@ def no_answer(place: str, fields: Iterable[str] = ()) -> TaskError:
     """Return the error for a row that holds no right answer. `place` names the row and its file, and
     `fields` where the answer should stand."""
     where = " in " * bool(fields) + ", ".join(map(repr, fields))
-    return TaskError(f"{place} has no right answer{where}, so every output would score 0: {CORRECT}")
+    return TaskError(
+        f"{place} has no right answer{where}, so every output would score 0: {CORRECT}"
+    )
 
 
 def too_few(place: str, what: str, count: int, samples: int) -> TaskError:
     """Return the error for a file, named by `place`, that holds only `count` rows where
     task.samples asks for `samples`. `what`: the word for its rows, such as "records"."""
     remedy = f"set task.samples={count}" if count else "fetch or write it again"
-    return TaskError(f"{place} holds {count} {what} and task.samples={samples} asks for more: {remedy}")
+    return TaskError(
+        f"{place} holds {count} {what} and task.samples={samples} asks for more: {remedy}"
+    )
 
 
 def open_content(source: Source, env: TaskEnv) -> Content:
@@ -207,10 +224,12 @@ def _parse(content: Content) -> Any:
     if suffix == ".parquet":
         import pyarrow.parquet
 
-        return list(pyarrow.parquet.read_table(io.BytesIO(content.data)).to_pylist())  # ArrowInvalid is a ValueError
+        # ArrowInvalid is a ValueError
+        return list(pyarrow.parquet.read_table(io.BytesIO(content.data)).to_pylist())
     if suffix == ".json":
         return json.loads(content.data)
-    lines = content.data.split(b"\n")  # at newlines only, since other line ends may stand inside a string
+    # at newlines only, since other line ends may stand inside a string
+    lines = content.data.split(b"\n")
     return [_line(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
@@ -232,8 +251,12 @@ def _find(source: Source, root: Path | None) -> tuple[Path, str] | None:
     if root is None:
         return None
     if not root.is_dir():
-        raise TaskError(f"the data root {root} is not a folder: name an existing one, or none to use the hub alone")
-    matches = (path for pattern in source.local for path in sorted(root.glob(pattern)) if path.is_file())
+        raise TaskError(
+            f"the data root {root} is not a folder: name an existing one, or none to use the hub alone"
+        )
+    matches = (
+        path for pattern in source.local for path in sorted(root.glob(pattern)) if path.is_file()
+    )
     path = next(matches, None)
     return None if path is None else (path, f"local:{path.relative_to(root).as_posix()}")
 
@@ -254,9 +277,13 @@ def _read_member(source: Source, path: Path) -> bytes:
         with zipfile.ZipFile(path) as archive:
             return archive.read(source.member)
     except KeyError as error:
-        raise TaskError(f"{source.name}: {path} holds no file {source.member}: fetch it again") from error
+        raise TaskError(
+            f"{source.name}: {path} holds no file {source.member}: fetch it again"
+        ) from error
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise TaskError(f"{source.name}: {path} is cut short or damaged ({error}): fetch it again") from error
+        raise TaskError(
+            f"{source.name}: {path} is cut short or damaged ({error}): fetch it again"
+        ) from error
 
 
 @contextmanager
@@ -267,7 +294,9 @@ def data_errors_in_a_sentence() -> Iterator[None]:
         yield
     except Exception as error:
         if type(error).__module__ == "jinja2.exceptions":
-            raise TaskError(f"A template does not fit the data ({error}): correct the yaml file or its data") from error
+            raise TaskError(
+                f"A template does not fit the data ({error}): correct the yaml file or its data"
+            ) from error
         files = _files_that_were_read(error)
         foreseen = type(error).__module__ == "datasets.exceptions"
         if not foreseen and (not files or isinstance(error, (OSError, ImportError))):
@@ -276,7 +305,8 @@ def data_errors_in_a_sentence() -> Iterator[None]:
         while isinstance(cause.__cause__, Exception):
             cause = cause.__cause__
         reason = " ".join(str(cause).split()).rstrip(".") or type(cause).__name__
-        reason = re.sub(r"\bin row (\d+)", lambda row: f"in row {int(row[1]) + 1}", reason)  # which counts from 0
+        # which counts from 0
+        reason = re.sub(r"\bin row (\d+)", lambda row: f"in row {int(row[1]) + 1}", reason)
         blank = list(filter(_is_blank, files))
         file = "One of " * (len(blank or files) > 1) + ", ".join(blank or files) or "A data set"
         if blank or any(words in reason for words in NO_ROWS):
@@ -312,7 +342,8 @@ def names_of(data_files: Any) -> list[str]:
     return [str(one) for part in parts for one in ([part] if isinstance(part, str) else part)]
 
 
-_HALF = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, which JSON can spell and no tokenizer takes
+# half of a surrogate pair, which JSON can spell and no tokenizer takes
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 def _is_text(value: Any) -> bool:
@@ -327,7 +358,9 @@ KINDS: Mapping[str, Callable[[Any], bool]] = {
     "text": _is_text,
     "text that is not blank": lambda value: _is_text(value) and bool(value.strip()),
     "a list of texts": lambda value: misfit(value, ["text", ...]) is None,
-    "a list of texts, not all blank": lambda value: misfit(value, ["text", ...]) is None and any(map(str.strip, value)),
+    "a list of texts, not all blank": lambda value: (
+        misfit(value, ["text", ...]) is None and any(map(str.strip, value))
+    ),
     "a number": _is_number,
     "a number from 0 on": lambda value: _is_number(value) and value >= 0,
     "a number above 0": lambda value: _is_number(value) and value > 0,
@@ -361,7 +394,11 @@ def misfit(value: Any, shape: Shape, field: str = "") -> str | None:
     kind, fits = _kind(value, shape)
     if not fits:
         held = json.dumps(value, default=str)[:40]
-        return f"has {held} as {field!r}, which should be {kind}" if field else f"is {held}, which should be {kind}"
+        return (
+            f"has {held} as {field!r}, which should be {kind}"
+            if field
+            else f"is {held}, which should be {kind}"
+        )
     parts = () if isinstance(shape, str) else _parts(value, shape, field)
     return next(filter(None, (misfit(*part) for part in parts)), None)
 
@@ -376,7 +413,9 @@ def _kind(value: Any, shape: Shape) -> tuple[str, bool]:
     if isinstance(shape, tuple):
         return f"a list of {len(shape)}", isinstance(value, list) and len(value) == len(shape)
     least = len(shape) > 1
-    return "a list that is not empty" if least else "a list", isinstance(value, list) and len(value) >= least
+    return "a list that is not empty" if least else "a list", isinstance(value, list) and len(
+        value
+    ) >= least
 
 
 def _parts(value: Any, shape: Shape, field: str) -> Iterator[tuple[Any, Shape, str]]:
@@ -393,4 +432,6 @@ def _parts(value: Any, shape: Shape, field: str) -> Iterator[tuple[Any, Shape, s
                 yield value[name[:-1]], inner, f"{prefix}{name[:-1]}"
     elif shape:
         shapes = shape if isinstance(shape, tuple) else [shape[0]] * len(value)
-        yield from ((*pair, f"{field}[{i}]") for i, pair in enumerate(zip(value, shapes, strict=True)))
+        yield from (
+            (*pair, f"{field}[{i}]") for i, pair in enumerate(zip(value, shapes, strict=True))
+        )

@@ -29,7 +29,8 @@ class Form(NamedTuple):
 
 
 FORMS = {
-    "pqcache": Form("\nQuestion: {}\n", ("\nQuestion: ",)),  # the paper generates on, and cuts there afterwards
+    # the paper generates on, and cuts there afterwards
+    "pqcache": Form("\nQuestion: {}\n", ("\nQuestion: ",)),
     "lm_eval": Form("\n\nQ: {}\nA:", ("Q:", "</s>", "<|im_end|>")),
 }
 
@@ -135,16 +136,22 @@ class Gsm8k(Task):
         if self.prompt not in FORMS:
             raise TaskError(f"prompt={self.prompt!r} is unknown: choose one of {', '.join(FORMS)}")
         if self.extraction not in READERS:
-            raise TaskError(f"extraction={self.extraction!r} is unknown: choose one of {', '.join(READERS)}")
+            raise TaskError(
+                f"extraction={self.extraction!r} is unknown: choose one of {', '.join(READERS)}"
+            )
         if self.extraction == "strict" and self.prompt == "pqcache":
             raise TaskError(
                 "extraction=strict needs a full stop behind the answer, which the examples of prompt=pqcache do not "
                 "have: choose prompt=lm_eval, or another extraction"
             )
         if self.samples is not None and self.samples < 1:
-            raise TaskError(f"samples={self.samples} leaves nothing: give 1 or more, or null for all rows")
+            raise TaskError(
+                f"samples={self.samples} leaves nothing: give 1 or more, or null for all rows"
+            )
         if self.max_new_tokens < 1:
-            raise TaskError(f"max_new_tokens={self.max_new_tokens} leaves no room for an answer: the papers use 256")
+            raise TaskError(
+                f"max_new_tokens={self.max_new_tokens} leaves no room for an answer: the papers use 256"
+            )
 
     def require(self, data_root: Path | None) -> None:
         splits = ("train", "test") if self.prompt == "pqcache" else ("test",)
@@ -176,13 +183,19 @@ class Gsm8k(Task):
         details: dict[str, float | str] = {}
         for name, reader in READERS.items():
             answer = reader.extract(output)
-            details[name] = float(answer is not None and reader.equal(answer, example.references[0]))
+            details[name] = float(
+                answer is not None and reader.equal(answer, example.references[0])
+            )
             details[f"{name}_answer"] = "" if answer is None else answer
         return Score(float(details[self.extraction]), details)
 
-    def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
+    def averages(
+        self, groups: Mapping[str, float], details: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
         """Return `mean`, and the accuracy by each way of reading the number from an output."""
-        return super().averages(groups) | {name: details[name] for name in READERS if details and name in details}
+        return super().averages(groups) | {
+            name: details[name] for name in READERS if details and name in details
+        }
 
     def provenance(self) -> dict[str, Any]:
         return dict(self._opened)
@@ -199,10 +212,14 @@ class Gsm8k(Task):
     def _pqcache_shots(self, env: TaskEnv) -> str:
         train = open_rows(self._source("train"), env, FIELDS)
         if len(train.rows) <= max(PQCACHE_SHOTS):
-            raise TaskError(f"{train.origin} has {len(train.rows)} rows, not GSM8K's 7473: fetch it again")
+            raise TaskError(
+                f"{train.origin} has {len(train.rows)} rows, not GSM8K's 7473: fetch it again"
+            )
         shots = "\n\n".join(_pqcache_shot(train.rows[index]) for index in PQCACHE_SHOTS)
         if _sha256(shots) != PQCACHE_SHA256:
-            raise TaskError(f"{train.origin} does not make PQCache's prompt (SHA-256 {PQCACHE_SHA256}): fetch it again")
+            raise TaskError(
+                f"{train.origin} does not make PQCache's prompt (SHA-256 {PQCACHE_SHA256}): fetch it again"
+            )
         self._opened["train"] = train.provenance
         return shots
 

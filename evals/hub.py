@@ -73,7 +73,9 @@ def _answers(endpoint: str, within_s: float) -> bool:
     """Return whether a server answers; an HTTP error or an unknown certificate is an answer too.
     Proxies of the environment are used."""
     try:
-        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=within_s).close()
+        urllib.request.urlopen(
+            urllib.request.Request(endpoint, method="HEAD"), timeout=within_s
+        ).close()
     except urllib.error.HTTPError:
         return True
     except urllib.error.URLError as error:

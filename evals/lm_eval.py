@@ -25,8 +25,16 @@ from evals.base import Example, Score, Task, TaskEnv, TaskError, read_choices
 from evals.data import CORRECT, data_errors_in_a_sentence, names_of, no_answer
 
 SHOTS_SEED = 1234  # the seed with which lm-eval's command draws few shots
-SCORING = ("metric_list", "filter_list", "process_results", "doc_to_target", "doc_to_choice", "target_delimiter")
-_STATES: dict[tuple[Any, ...], dict[str, tuple[int, int]]] = {}  # times and sizes of the files of each task asked for
+SCORING = (
+    "metric_list",
+    "filter_list",
+    "process_results",
+    "doc_to_target",
+    "doc_to_choice",
+    "target_delimiter",
+)
+# times and sizes of the files of each task asked for
+_STATES: dict[tuple[Any, ...], dict[str, tuple[int, int]]] = {}
 ELSEWHERE = "ask it by `kv-harness lm-eval run` instead"
 
 
@@ -59,7 +67,9 @@ class LmEval(Task):
     def __post_init__(self) -> None:
         for key, least in {"samples": 1, "num_fewshot": 0}.items():
             if (value := getattr(self, key)) is not None and value < least:
-                raise TaskError(f"{key}={value} makes no sense: give {least} or more, or null for what the task says")
+                raise TaskError(
+                    f"{key}={value} makes no sense: give {least} or more, or null for what the task says"
+                )
         if self.include_path is not None and not Path(self.include_path).is_dir():
             raise TaskError(
                 f"include_path={self.include_path} is not a folder: name the one that holds your yaml files"
@@ -69,13 +79,18 @@ class LmEval(Task):
     def version(self) -> str:  # type: ignore[override]
         """Return a text that changes whenever scores may: our version, that of lm-eval, and a hash
         of the scoring parts of the tasks' yaml files."""
-        own = {leaf.name: {key: leaf.task.dump_config().get(key) for key in SCORING} for leaf in self._leaves()}
+        own = {
+            leaf.name: {key: leaf.task.dump_config().get(key) for key in SCORING}
+            for leaf in self._leaves()
+        }
         scoring = sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()
         return f"1, lm-eval {installed('lm_eval')}, {scoring[:12]}"
 
     def require(self, data_root: Path | None) -> None:
         if find_spec("lm_eval") is None:
-            raise TaskError("lm-evaluation-harness is not installed: run `pip install 'kv-harness[lm-eval]'`")
+            raise TaskError(
+                "lm-evaluation-harness is not installed: run `pip install 'kv-harness[lm-eval]'`"
+            )
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         self.require(env.data_root)
@@ -83,7 +98,11 @@ class LmEval(Task):
         for leaf in self._leaves():
             config = leaf.task.config
             revision = _revision(leaf.docs)
-            self._opened[leaf.name] = {"version": leaf.task.VERSION, "data": config.dataset_path, "revision": revision}
+            self._opened[leaf.name] = {
+                "version": leaf.task.VERSION,
+                "data": config.dataset_path,
+                "revision": revision,
+            }
             leaf.task.set_fewshot_seed(SHOTS_SEED)
             for number, doc in leaf.task.doc_iterator(limit=self.samples, rank=0, world_size=1):
                 with _naming_row(leaf, number, doc):
@@ -97,7 +116,9 @@ class LmEval(Task):
         numbers = dict(_metrics(leaf, doc, resps))
         return Score(self._main(leaf, numbers), numbers)
 
-    def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
+    def averages(
+        self, groups: Mapping[str, float], details: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
         """Return `mean`, and the mean of each of the task's metrics, named with its filter."""
         return super().averages(groups) | dict(details or {})
 
@@ -106,7 +127,12 @@ class LmEval(Task):
 
     @property
     def _asked(self) -> tuple[Any, ...]:
-        return self.name, self.include_path, self.num_fewshot, json.dumps(self.metadata, sort_keys=True)
+        return (
+            self.name,
+            self.include_path,
+            self.num_fewshot,
+            json.dumps(self.metadata, sort_keys=True),
+        )
 
     def _leaves(self) -> tuple[Leaf, ...]:
         return _leaves(*self._asked)
@@ -115,8 +141,15 @@ class LmEval(Task):
         """Have all tasks opened anew if a yaml or data file of this one has been written since this
         process opened it, as in a notebook."""
         yamls = Path(self.include_path).rglob("*.yaml") if self.include_path else ()
-        named = [names_of((leaf.task.config.dataset_kwargs or {}).get("data_files")) for leaf in self._leaves()]
-        stats = {str(file): Path(file).stat() for file in (*yamls, *chain(*named)) if Path(file).is_file()}
+        named = [
+            names_of((leaf.task.config.dataset_kwargs or {}).get("data_files"))
+            for leaf in self._leaves()
+        ]
+        stats = {
+            str(file): Path(file).stat()
+            for file in (*yamls, *chain(*named))
+            if Path(file).is_file()
+        }
         state = {file: (stat.st_mtime_ns, stat.st_size) for file, stat in stats.items()}
         if _STATES.get(self._asked, state) != state:
             _leaves.cache_clear()
@@ -134,7 +167,8 @@ class LmEval(Task):
         _refuse(leaf, requests, text)
         choices, text = self._choices(task, doc, requests, text)
         ending = {"max_new_tokens": 1} if choices else _ending(leaf, requests[0].args[1])
-        digest = sha256(json.dumps(doc, sort_keys=True, default=str).encode()).hexdigest()  # scoring may read any field
+        # scoring may read any field
+        digest = sha256(json.dumps(doc, sort_keys=True, default=str).encode()).hexdigest()
         context, question, prefix = _split(text, task.doc_to_text(doc), prefix)
         return Example(
             id=f"{leaf.name}-{number}",
@@ -150,7 +184,9 @@ class LmEval(Task):
             **ending,
         )
 
-    def _choices(self, task: Any, doc: Any, requests: Sequence[Any], text: str) -> tuple[tuple[str, ...], str]:
+    def _choices(
+        self, task: Any, doc: Any, requests: Sequence[Any], text: str
+    ) -> tuple[tuple[str, ...], str]:
         """Return the choices as texts to be fed after the prompt, and the prompt `text` for them;
         no choices for a task that generates. White space at the prompt's end moves to the choices,
         as in lm-eval. In a chat nothing stands between the assistant's header and a choice."""
@@ -160,7 +196,9 @@ class LmEval(Task):
             raise ValueError("a choice is null")
         choices = [request.args[1] for request in requests]
         if self.chat:
-            return tuple(choice.removeprefix(task.config.target_delimiter) for choice in choices), text
+            return tuple(
+                choice.removeprefix(task.config.target_delimiter) for choice in choices
+            ), text
         stripped = text.rstrip()
         return tuple(text[len(stripped) :] + choice for choice in choices), stripped
 
@@ -172,22 +210,30 @@ class LmEval(Task):
                 f"score_by={self.score_by} is not a metric of {leaf.name}: choose one of {'; '.join(numbers)}"
             )
         if self.score_by is None and not named:
-            raise TaskError(f"{leaf.name} has no metric that is a number for each document: {ELSEWHERE}")
+            raise TaskError(
+                f"{leaf.name} has no metric that is a number for each document: {ELSEWHERE}"
+            )
         name = self.score_by or named[0]
         if not 0 <= numbers[name] <= 1:
-            raise TaskError(f"{name} of {leaf.name} is {numbers[name]}, not between 0 and 1: set score_by to another")
+            raise TaskError(
+                f"{name} of {leaf.name} is {numbers[name]}, not between 0 and 1: set score_by to another"
+            )
         return numbers[name]
 
 
 @cache
-def _leaves(name: str, include_path: str | None, num_fewshot: int | None, metadata: str) -> tuple[Leaf, ...]:
+def _leaves(
+    name: str, include_path: str | None, num_fewshot: int | None, metadata: str
+) -> tuple[Leaf, ...]:
     """Return the tasks that `name` stands for: itself, or all of a group. lm-eval's own tasks are
     listed, which takes long, only if the folder `include_path` has none of that name. `metadata`:
     as JSON."""
     from lm_eval.tasks import TaskManager
 
     for own in (True, False) if include_path is None else (False, True):
-        manager = TaskManager(include_path=include_path, include_defaults=own, metadata=json.loads(metadata))
+        manager = TaskManager(
+            include_path=include_path, include_defaults=own, metadata=json.loads(metadata)
+        )
         if name in {*manager.all_tasks, *manager.all_tags}:
             break
     else:
@@ -196,7 +242,9 @@ def _leaves(name: str, include_path: str | None, num_fewshot: int | None, metada
         with data_errors_in_a_sentence():
             found = manager.load([name])["tasks"]
     except ImportError as error:
-        raise TaskError(f"{name} wants a package more ({error}): docs/tasks.md names lm-eval's extras") from error
+        raise TaskError(
+            f"{name} wants a package more ({error}): docs/tasks.md names lm-eval's extras"
+        ) from error
     except OSError as error:
         raise TaskError(
             f"lm-eval found no data of {name} ({error}): run once with a network, or name files in a yaml of your own"
@@ -209,7 +257,9 @@ def _leaf(name: str, task: Any, num_fewshot: int | None) -> Leaf:
     if config.output_type == "loglikelihood_rolling":
         raise TaskError(f"{name} scores whole texts by rolling likelihoods: {ELSEWHERE}")
     if getattr(task, "UNSAFE_CODE", False):
-        raise TaskError(f"{name} runs code that the model has written: {ELSEWHERE}, with --confirm_run_unsafe_code")
+        raise TaskError(
+            f"{name} runs code that the model has written: {ELSEWHERE}, with --confirm_run_unsafe_code"
+        )
     if (config.repeats or 1) > 1:
         raise TaskError(f"{name} asks each question {config.repeats} times: {ELSEWHERE}")
     if num_fewshot and config.num_fewshot == 0:
@@ -230,7 +280,9 @@ def _revision(docs: Any) -> str | None:
 
 def _refuse(leaf: Leaf, requests: Sequence[Any], text: object) -> None:
     if any(len(request.args) > 2 for request in requests):
-        raise TaskError(f"{leaf.name} asks about images or sound, which no model here takes: choose another task")
+        raise TaskError(
+            f"{leaf.name} asks about images or sound, which no model here takes: choose another task"
+        )
     if not isinstance(text, str) or any(request.args[0] != text for request in requests):
         raise TaskError(f"{leaf.name} puts its choices behind different prompts: {ELSEWHERE}")
 
@@ -267,14 +319,20 @@ def _naming_row(leaf: Leaf, number: int, doc: Mapping[str, Any]) -> Iterator[Non
     gaps = [name for name in asked if _is_empty(doc.get(name))]
     own = "data_files" in (config.dataset_kwargs or {})  # else nobody here can correct it
     if gaps and (gaps == [*asked] or (own and any(asked[name] for name in gaps))):
-        raise TaskError(f"{place} leaves {', '.join(map(repr, gaps))} empty, which the prompt is made of: {CORRECT}")
+        raise TaskError(
+            f"{place} leaves {', '.join(map(repr, gaps))} empty, which the prompt is made of: {CORRECT}"
+        )
     try:
         yield
     except TaskError:
         raise
     except Exception as error:
         gaps += [name for name in _fields(leaf, config.doc_to_choice) if _is_empty(doc.get(name))]
-        why = f"leaves {', '.join(map(repr, gaps))} empty" if gaps else f"does not fit its yaml: {error}"
+        why = (
+            f"leaves {', '.join(map(repr, gaps))} empty"
+            if gaps
+            else f"does not fit its yaml: {error}"
+        )
         raise TaskError(f"{place} {why}; correct the file or the yaml, or drop the row") from error
 
 
@@ -312,7 +370,8 @@ def _references(leaf: Leaf, number: int, doc: Any) -> tuple[str, ...]:
         raise no_answer(_place(leaf, number), gaps) from error
     if isinstance(target, int) and config.doc_to_choice is not None:
         choices = leaf.task.doc_to_choice(doc)
-        target = choices[target] if 0 <= target < len(choices) else None  # a label of -1 stands for none
+        # a label of -1 stands for none
+        target = choices[target] if 0 <= target < len(choices) else None
     answers = tuple(target) if isinstance(target, (list, tuple)) else (target,)
     if scored_by and all(map(_is_empty, answers)):
         raise no_answer(_place(leaf, number), gaps)
@@ -334,7 +393,9 @@ def _variables(template: str) -> Mapping[str, bool]:
     from lm_eval.utils import env
 
     parsed = env.parse(template)
-    parts = [node for output in parsed.body if isinstance(output, nodes.Output) for node in output.nodes]
+    parts = [
+        node for output in parsed.body if isinstance(output, nodes.Output) for node in output.nodes
+    ]
     plain = [part for part in parts if not any(map(_is_guard, (part, *part.find_all(nodes.Expr))))]
     names = [name for part in plain for name in (part, *part.find_all(nodes.Name))]
     written = {name.name for name in names if isinstance(name, nodes.Name)}

@@ -18,13 +18,25 @@ from evals.metrics.answers import splitter
 
 HUB_REPO = "THUDM/LongBench"
 PLACES = {  # subset -> glob patterns below the data root
-    "longbench": ("longbench/{}.jsonl", "LongBench/data/{}.jsonl", "LongBench/data.zip", "longbench/data.zip"),
-    "longbench_e": ("longbench/{}_e.jsonl", "LongBench/data/{}_e.jsonl", "LongBench/data.zip", "longbench/data.zip"),
+    "longbench": (
+        "longbench/{}.jsonl",
+        "LongBench/data/{}.jsonl",
+        "LongBench/data.zip",
+        "longbench/data.zip",
+    ),
+    "longbench_e": (
+        "longbench/{}_e.jsonl",
+        "LongBench/data/{}_e.jsonl",
+        "LongBench/data.zip",
+        "longbench/data.zip",
+    ),
     "minilongbench": ("minilongbench/{}.jsonl",),
 }
-_SPARE_TOKENS = 16  # for a BOS, and for what the two halves of a cut prompt may grow by when they are tokenised again
+# for a BOS, and for what the two halves of a cut prompt may grow by when they are tokenised again
+_SPARE_TOKENS = 16
 
-CATEGORIES = ("single_doc_qa", "multi_doc_qa", "summarization", "few_shot", "synthetic", "code")  # of the leaderboard
+# of the leaderboard
+CATEGORIES = ("single_doc_qa", "multi_doc_qa", "summarization", "few_shot", "synthetic", "code")
 
 
 class DataSet(NamedTuple):
@@ -39,7 +51,9 @@ class DataSet(NamedTuple):
     first_line: bool  # only the output's first line is scored
 
 
-_PROMPTS: dict[str, str] = json.loads(Path(__file__).with_name("longbench_prompts.json").read_text(encoding="utf-8"))
+_PROMPTS: dict[str, str] = json.loads(
+    Path(__file__).with_name("longbench_prompts.json").read_text(encoding="utf-8")
+)
 _PLAIN = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
 _FIRST_LINE = ("trec", "triviaqa", "samsum", "lsht")
 _TABLE = {
@@ -66,18 +80,22 @@ _TABLE = {
     "passage_retrieval_zh": ("chinese", "retrieval_zh", 32, 200),
 }
 DATASETS = {
-    name: DataSet(*fields, prompt=_PROMPTS[name], plain=name in _PLAIN, first_line=name in _FIRST_LINE)
+    name: DataSet(
+        *fields, prompt=_PROMPTS[name], plain=name in _PLAIN, first_line=name in _FIRST_LINE
+    )
     for name, fields in _TABLE.items()
 }
 
 ENGLISH = tuple(name for name, data_set in DATASETS.items() if data_set.category in CATEGORIES)
 PRESETS = {
     "english": ENGLISH,  # with code: the 16 of most papers
-    "pqcache14": tuple(name for name in ENGLISH if DATASETS[name].category != "code"),  # PQCache, tables 2 and 3
+    # PQCache, tables 2 and 3
+    "pqcache14": tuple(name for name in ENGLISH if DATASETS[name].category != "code"),
     "chinese": tuple(name for name in DATASETS if name not in ENGLISH),
     "all": tuple(DATASETS),
 }
-EVEN = tuple(name for name in ENGLISH if name not in ("narrativeqa", "musique", "qmsum"))  # the 13 of LongBench-E
+# the 13 of LongBench-E
+EVEN = tuple(name for name in ENGLISH if name not in ("narrativeqa", "musique", "qmsum"))
 
 
 @dataclass(frozen=True)
@@ -105,9 +123,13 @@ class LongBench(Task):
                 f"code_sim={self.code_sim!r} is unknown: choose one of {', '.join(metrics.CODE_SIM_BACKENDS)}"
             )
         if self.samples is not None and self.samples < 1:
-            raise TaskError(f"samples={self.samples} leaves nothing: give 1 or more, or null for all rows")
+            raise TaskError(
+                f"samples={self.samples} leaves nothing: give 1 or more, or null for all rows"
+            )
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 2:
-            raise TaskError(f"max_prompt_tokens={self.max_prompt_tokens} is too small: give 2 or more, or null")
+            raise TaskError(
+                f"max_prompt_tokens={self.max_prompt_tokens} is too small: give 2 or more, or null"
+            )
         self.names()
 
     def names(self) -> tuple[str, ...]:
@@ -116,7 +138,11 @@ class LongBench(Task):
         offered = self._offered
         if isinstance(self.datasets, str) and self.datasets in PRESETS:
             return tuple(name for name in PRESETS[self.datasets] if name in offered)
-        names = (self.datasets,) if isinstance(self.datasets, str) else tuple(dict.fromkeys(self.datasets))
+        names = (
+            (self.datasets,)
+            if isinstance(self.datasets, str)
+            else tuple(dict.fromkeys(self.datasets))
+        )
         wrong = [name for name in names if name not in offered]
         if wrong or not names:
             raise TaskError(
@@ -134,7 +160,9 @@ class LongBench(Task):
             require(map(self._source, self.names()), data_root)
         except MissingData as error:
             for subset in [name for name in PLACES if name != self.subset]:
-                files = [pattern.format(name) for pattern in PLACES[subset] for name in self.names()]
+                files = [
+                    pattern.format(name) for pattern in PLACES[subset] for name in self.names()
+                ]
                 if data_root and any((data_root / file).is_file() for file in files):
                     raise TaskError(
                         f"The data root {data_root} holds {subset} and not all of {self.subset}: set "
@@ -145,9 +173,13 @@ class LongBench(Task):
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         if any(DATASETS[name].metric in ("qa_f1_zh", "rouge_zh") for name in self.names()):
             splitter()  # fail now rather than after hours of generation
-        opened = {name: open_rows(self._source(name), env, self._shape(name)) for name in self.names()}
+        opened = {
+            name: open_rows(self._source(name), env, self._shape(name)) for name in self.names()
+        }
         for name, rows in opened.items():
-            complete = {"published_rows": DATASETS[name].num_rows} if self.subset == "longbench" else {}
+            complete = (
+                {"published_rows": DATASETS[name].num_rows} if self.subset == "longbench" else {}
+            )
             self._opened[name] = {**rows.provenance, **complete}
         ids: Counter[str] = Counter()
         for name, rows in opened.items():
@@ -155,12 +187,15 @@ class LongBench(Task):
             for index, row in enumerate(rows.rows[: self.samples]):
                 row_id = f"{name}-{index}" if row.get("_id") is None else str(row["_id"])
                 ids[row_id] += 1
-                yield self._example(name, row_id if ids[row_id] == 1 else f"{row_id}-{ids[row_id]}", row, limit)
+                yield self._example(
+                    name, row_id if ids[row_id] == 1 else f"{row_id}-{ids[row_id]}", row, limit
+                )
 
     def score(self, example: Example, output: str) -> Score:
         data_set = DATASETS[example.data["dataset"]]
         if data_set.first_line:
-            output = output.lstrip("\n").split("\n")[0]  # newlines alone: an output that starts with " \n" is blank
+            # newlines alone: an output that starts with " \n" is blank
+            output = output.lstrip("\n").split("\n")[0]
         if data_set.metric == "code_sim":
             by_backend = {
                 f"code_sim_{backend}": max(
@@ -176,7 +211,9 @@ class LongBench(Task):
             values = [getattr(metrics, data_set.metric)(output, r) for r in example.references]
         return Score(max(values, default=0.0))
 
-    def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
+    def averages(
+        self, groups: Mapping[str, float], details: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
         """Return `mean` over data sets, as most papers do, and the mean of each category,
         `avg_leaderboard` over the six categories, and code_sim over rows by each of its two
         backends.
@@ -191,14 +228,20 @@ class LongBench(Task):
         sets = {name: fmean(values) for name, values in by_set.items()}
         named = super().averages(groups)
         named |= {f"mean_{bucket}": fmean(values) for bucket, values in by_bucket.items() if bucket}
-        named |= {f"mean_{key}": fmean(map(sets.__getitem__, p)) for key, p in PRESETS.items() if sets.keys() >= set(p)}
+        named |= {
+            f"mean_{key}": fmean(map(sets.__getitem__, p))
+            for key, p in PRESETS.items()
+            if sets.keys() >= set(p)
+        }
         for category in CATEGORIES:
             members = [name for name in self._offered if DATASETS[name].category == category]
             if sets.keys() >= set(members):
                 named[category] = fmean(map(sets.__getitem__, members))
         if sets.keys() >= set(ENGLISH):
             named["avg_leaderboard"] = fmean(named[category] for category in CATEGORIES)
-        return named | {name: value for name, value in (details or {}).items() if name.startswith("code_sim_")}
+        return named | {
+            name: value for name, value in (details or {}).items() if name.startswith("code_sim_")
+        }
 
     def provenance(self) -> dict[str, Any]:
         return dict(self._opened)
@@ -221,7 +264,9 @@ class LongBench(Task):
         template = env.text.count("", chat=not data_set.plain)
         limit = env.window - data_set.max_new_tokens - template - _SPARE_TOKENS
         if limit < 2:
-            raise TaskError(f"the model's window of {env.window} tokens is too small for LongBench: take another model")
+            raise TaskError(
+                f"the model's window of {env.window} tokens is too small for LongBench: take another model"
+            )
         return limit
 
     def _shape(self, name: str) -> Shape:
@@ -230,7 +275,11 @@ class LongBench(Task):
         classes = "all_classes" if DATASETS[name].metric == "classification" else "all_classes?"
         length = "length" if self.subset == "longbench_e" else "length?"
         known = {classes: ["text"], length: "a whole number", "_id?": "text or a whole number"}
-        return {"context": "text", "input": "text", "answers": "a list of texts, not all blank"} | known
+        return {
+            "context": "text",
+            "input": "text",
+            "answers": "a list of texts, not all blank",
+        } | known
 
     def _example(self, name: str, example_id: str, row: Row, limit: int | None) -> Example:
         data_set = DATASETS[name]
@@ -247,7 +296,11 @@ class LongBench(Task):
             stop=("\n",) if name == "samsum" else (),
             max_prompt_tokens=limit,
             halves_apart=True,
-            data={"dataset": name, "length": row.get("length"), "all_classes": row.get("all_classes")},
+            data={
+                "dataset": name,
+                "length": row.get("length"),
+                "all_classes": row.get("all_classes"),
+            },
         )
 
 

@@ -19,11 +19,24 @@ PLACES = ("LongBench-v2/data.json", "longbench_v2/data.json", "longbench_v2.json
 LENGTHS = ("short", "medium", "long")  # to 32K words, to 128K, more
 SPLITS = ("easy", "hard", *LENGTHS)  # of the official result table, each over its rows
 MOST_TOKENS = 120_000  # of a prompt, in the official model2maxlen.json
-_SPARE_TOKENS = 16  # for a BOS, and for what the two halves of a cut prompt may grow by when they are tokenised again
-_TEXTS = ("question", "choice_A", "choice_B", "choice_C", "choice_D", "context", "difficulty", "length", "answer")
+# for a BOS, and for what the two halves of a cut prompt may grow by when they are tokenised again
+_SPARE_TOKENS = 16
+_TEXTS = (
+    "question",
+    "choice_A",
+    "choice_B",
+    "choice_C",
+    "choice_D",
+    "context",
+    "difficulty",
+    "length",
+    "answer",
+)
 _SHAPE: Shape = dict.fromkeys(_TEXTS, "text") | {"_id": "text or a whole number", "domain?": "text"}
 _LEGAL = {"answer": tuple("ABCD"), "difficulty": SPLITS[:2], "length": LENGTHS}
-_FILLED = {"$DOC$": "context", "$Q$": "question"} | {f"$C_{letter}$": f"choice_{letter}" for letter in "ABCD"}
+_FILLED = {"$DOC$": "context", "$Q$": "question"} | {
+    f"$C_{letter}$": f"choice_{letter}" for letter in "ABCD"
+}
 
 _ASKED = "What is the correct answer to this question: $Q$\nChoices:\n(A) $C_A$\n(B) $C_B$\n(C) $C_C$\n(D) $C_D$\n\n"
 _FORMAT = 'Format your response as follows: "The correct answer is (insert answer here)".'
@@ -62,7 +75,9 @@ class LongBenchV2(Task):
 
     def __post_init__(self) -> None:
         if self.prompt not in PROMPTS:
-            raise TaskError(f"task.prompt={self.prompt} is unknown: choose one of {', '.join(PROMPTS)}")
+            raise TaskError(
+                f"task.prompt={self.prompt} is unknown: choose one of {', '.join(PROMPTS)}"
+            )
         if (self.prompt == "0shot_cot_ans") != (self.reasoning is not None):
             raise TaskError(
                 f"task.prompt={self.prompt} does not fit task.reasoning={self.reasoning}: 0shot_cot_ans asks for the "
@@ -89,20 +104,28 @@ class LongBenchV2(Task):
                 )
         for row in [row for row in opened.rows if row["length"] in self.lengths][: self.samples]:
             if reasoning is not None and str(row["_id"]) not in reasoning:
-                raise TaskError(f"{self.reasoning} has no output for {row['_id']}: finish that run first")
+                raise TaskError(
+                    f"{self.reasoning} has no output for {row['_id']}: finish that run first"
+                )
             yield self._example(row, None if reasoning is None else reasoning[str(row["_id"])], env)
 
     def score(self, example: Example, output: str) -> Score:
         letter = extract(output)
         value = float(letter in example.references)
         parts = {example.data["difficulty"]: value, example.data["length"]: value}
-        return Score(value, parts | {"extracted_share": float(letter is not None), "answer": letter or ""})
+        return Score(
+            value, parts | {"extracted_share": float(letter is not None), "answer": letter or ""}
+        )
 
-    def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
+    def averages(
+        self, groups: Mapping[str, float], details: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
         """Return `mean` over all rows, the accuracy over the rows of each official split that was asked, and the
         share of outputs with a letter that could be read."""
         return super().averages(groups) | {
-            name: details[name] for name in (*SPLITS, "extracted_share") if details and name in details
+            name: details[name]
+            for name in (*SPLITS, "extracted_share")
+            if details and name in details
         }
 
     def provenance(self) -> dict[str, Any]:
@@ -130,9 +153,16 @@ class LongBenchV2(Task):
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise TaskError(f"task.reasoning={self.reasoning} is no folder of a run ({error}): name one") from error
-        lines = [value_of(line, {"id": "text"}, f"{path}") for line in data.split(b"\n") if line.strip()]
-        self._opened["reasoning"] = {"origin": str(path), "sha256": hashlib.sha256(data).hexdigest()}
+            raise TaskError(
+                f"task.reasoning={self.reasoning} is no folder of a run ({error}): name one"
+            ) from error
+        lines = [
+            value_of(line, {"id": "text"}, f"{path}") for line in data.split(b"\n") if line.strip()
+        ]
+        self._opened["reasoning"] = {
+            "origin": str(path),
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
         for line in lines:
             check(line, {"output": "text"}, f"{path}: {line['id']}")
         return {line["id"]: line["output"].strip() for line in lines}
@@ -150,7 +180,11 @@ class LongBenchV2(Task):
             references=(row["answer"],),
             max_new_tokens=self._answer_tokens,
             max_prompt_tokens=self._limit(env),
-            data={key: row[key] for key in ("difficulty", "length", "domain") if row.get(key) is not None},
+            data={
+                key: row[key]
+                for key in ("difficulty", "length", "domain")
+                if row.get(key) is not None
+            },
         )
 
     def _limit(self, env: TaskEnv) -> int:
@@ -160,9 +194,13 @@ class LongBenchV2(Task):
             return self.max_prompt_tokens
         if env.window is None:
             return MOST_TOKENS
-        limit = min(MOST_TOKENS, env.window - self._answer_tokens - env.text.count("") - _SPARE_TOKENS)
+        limit = min(
+            MOST_TOKENS, env.window - self._answer_tokens - env.text.count("") - _SPARE_TOKENS
+        )
         if limit < 2:
-            raise TaskError(f"the model's window of {env.window} tokens is too small for LongBench v2: take another")
+            raise TaskError(
+                f"the model's window of {env.window} tokens is too small for LongBench v2: take another"
+            )
         return limit
 
 
@@ -173,7 +211,9 @@ def extract(output: str) -> str | None:
     ('C', 'B', None)
     """
     plain = output.replace("*", "")
-    read = re.search(r"The correct answer is \(([A-D])\)", plain) or re.search(r"The correct answer is ([A-D])", plain)
+    read = re.search(r"The correct answer is \(([A-D])\)", plain) or re.search(
+        r"The correct answer is ([A-D])", plain
+    )
     return read[1] if read else None
 
 

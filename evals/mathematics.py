@@ -38,10 +38,12 @@ PROMPTS = {
 }
 
 BOX = re.compile(r"\\(boxed|fbox|bo?x?e?\Z)(?![A-Za-z])\s*")  # also one that is cut in its name
-BRACE = re.compile(r"\\[\\{}]|[{}]")  # also what is none: \{, and the line break before a brace in \\{
+# also what is none: \{, and the line break before a brace in \\{
+BRACE = re.compile(r"\\[\\{}]|[{}]")
 BARE = re.compile(r"[^$\n]*?(?=\$|\\[)\]])|\S*")  # the rest of a formula, or a word
 IDLE = re.compile(r"\\?[%°]|(?<=\d)\\,(?=\d{3})|(?<!\\right)\\?[.,;。]\s*$")  # as in 10\,000\%.
-EMPHASIS = re.compile(r"(?<![^\s(:=])[*_`]+(?=\S)|(?<=[^\s^*_`])[*_`]+(?![^\s.,:;!?)])")  # Markdown's
+# Markdown's
+EMPHASIS = re.compile(r"(?<![^\s(:=])[*_`]+(?=\S)|(?<=[^\s^*_`])[*_`]+(?![^\s.,:;!?)])")
 NOT = r"(?:\b(?:(?:can)?not|neither|nor|no longer)|n['’]t)\s+(?:be\s+|equal\s+(?:to\s+)?)?"
 NUMBER = r"(?:\$[^$]{1,99}\$|\\\(.{1,99}?\\\)|-?\d\S*)"
 DENIED = re.compile(rf"{NOT}{NUMBER}(?:\s+n?or\s+{NUMBER})*")  # also "not 72 or 74"
@@ -58,15 +60,21 @@ class ProblemSet(NamedTuple):
 
 
 SETS = {
-    "math500": ProblemSet("HuggingFaceH4/MATH-500", "test.jsonl", "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be", 16384),
+    "math500": ProblemSet(
+        "HuggingFaceH4/MATH-500", "test.jsonl", "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be", 16384
+    ),
     "aime24": ProblemSet(
         "HuggingFaceH4/aime_2024",
         "data/train-00000-of-00001.parquet",
         "2fe88a2f1091d5048c0f36abc874fb997b3dd99a",
         32768,
     ),
-    "aime25": ProblemSet("math-ai/aime25", "test.jsonl", "563bb8404243c5f09de6ec262f2db674fe5bce9b", 32768),
-    "aime26": ProblemSet("math-ai/aime26", "aime2026.jsonl", "79037aebdb6580008fb960d17cb21fd3099083e3", 32768),
+    "aime25": ProblemSet(
+        "math-ai/aime25", "test.jsonl", "563bb8404243c5f09de6ec262f2db674fe5bce9b", 32768
+    ),
+    "aime26": ProblemSet(
+        "math-ai/aime26", "aime2026.jsonl", "79037aebdb6580008fb960d17cb21fd3099083e3", 32768
+    ),
 }
 
 
@@ -92,7 +100,9 @@ class Mathematics(Task):
         if not self.names():
             raise TaskError(f"task.sets is empty: choose from {', '.join(SETS)}")
         if self.prompt not in PROMPTS:
-            raise TaskError(f"task.prompt={self.prompt} is unknown: choose one of {', '.join(PROMPTS)}")
+            raise TaskError(
+                f"task.prompt={self.prompt} is unknown: choose one of {', '.join(PROMPTS)}"
+            )
         for key in ("samples", "max_new_tokens"):
             if (value := getattr(self, key)) is not None and value < 1:
                 raise TaskError(f"task.{key}={value} leaves nothing: give 1 or more, or null")
@@ -116,21 +126,29 @@ class Mathematics(Task):
                     context=PROMPTS[self.prompt].replace("{problem}", row["problem"]),
                     references=(str(row["answer"]),),
                     max_new_tokens=self.max_new_tokens or SETS[name].max_new_tokens,
-                    data={key: row[key] for key in ("subject", "level") if row.get(key) is not None},
+                    data={
+                        key: row[key] for key in ("subject", "level") if row.get(key) is not None
+                    },
                 )
 
     def score(self, example: Example, output: str) -> Score:
         right, answer = judge(example.references[0], output)
-        return Score(float(right), {"boxed_share": float(last_box(output) is not None), "answer": answer})
+        return Score(
+            float(right), {"boxed_share": float(last_box(output) is not None), "answer": answer}
+        )
 
-    def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
+    def averages(
+        self, groups: Mapping[str, float], details: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
         """Return `mean`, and `boxed_share`, the share of outputs with an answer in a box."""
         return super().averages(groups) | {
             name: details[name] for name in ("boxed_share",) if details and name in details
         }
 
     def provenance(self) -> dict[str, Any]:
-        return dict(self._opened) | ({"math_verify": version("math-verify")} if has_math_verify() else {})
+        return dict(self._opened) | (
+            {"math_verify": version("math-verify")} if has_math_verify() else {}
+        )
 
 
 def judge(right: str, output: str) -> tuple[bool, str]:
@@ -147,19 +165,34 @@ def judge(right: str, output: str) -> tuple[bool, str]:
         code = "import json, sys; from evals.mathematics import judge; print(json.dumps(judge(*json.load(sys.stdin))))"
         asked, paths = json.dumps([right, output]), {"PYTHONPATH": os.pathsep.join(sys.path)}
         words = [sys.executable, "-c", code]
-        ran = subprocess.run(words, input=asked, env=os.environ | paths, stdout=subprocess.PIPE, text=True, check=True)
+        ran = subprocess.run(
+            words,
+            input=asked,
+            env=os.environ | paths,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
         is_right, answer = json.loads(ran.stdout)
         return is_right, answer
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # a comparison that takes too long is no message
-    in_words = (LatexExtractionConfig(try_extract_without_anchor=False), ExprExtractionConfig(False))
+    # a comparison that takes too long is no message
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    in_words = (
+        LatexExtractionConfig(try_extract_without_anchor=False),
+        ExprExtractionConfig(False),
+    )
     box, latex = last_box(output), (LatexExtractionConfig(),)
     wanted, given = parse(_boxed(right), latex), parse(_boxed(box or ""), latex)
     if not BOX.search(output):
         said = DENIED.sub("", EMPHASIS.sub("", output))
         given = parse(said, in_words)
-    answer = box if box is not None else next((part for part in reversed(given) if isinstance(part, str)), "")
+    answer = (
+        box
+        if box is not None
+        else next((part for part in reversed(given) if isinstance(part, str)), "")
+    )
     return bool(verify(wanted, given, allow_set_relation_comp=True)), answer
 
 
@@ -196,7 +229,9 @@ def has_math_verify() -> bool:
 def _require_math_verify() -> None:
     """Raise `TaskError`, which says how to install it, if math-verify is missing."""
     if not has_math_verify():
-        raise TaskError("task=math judges answers with math-verify, which is missing: pip install 'kv-harness[math]'")
+        raise TaskError(
+            "task=math judges answers with math-verify, which is missing: pip install 'kv-harness[math]'"
+        )
 
 
 def _source(name: str) -> Source:

@@ -17,10 +17,16 @@ from evals.data import Shape, Source, open_rows, require, value_of
 
 HUB_REPO = "openai/mrcr"
 NEEDLES = (2, 4, 8)
-EDGES = (4096, 8192, 16384, 32768, 65536, 131072, 262144, 524288, 1048576)  # of the dataset card's bins, in tokens
-_ROW: Shape = {"prompt": "text", "answer": "text", "random_string_to_prepend": "text that is not blank"}
+# of the dataset card's bins, in tokens
+EDGES = (4096, 8192, 16384, 32768, 65536, 131072, 262144, 524288, 1048576)
+_ROW: Shape = {
+    "prompt": "text",
+    "answer": "text",
+    "random_string_to_prepend": "text that is not blank",
+}
 _MESSAGES: Shape = [{"role": "text", "content": "text"}, ...]
-_CHARACTERS = 8  # of a token at most, in English prose: longer rows are left out without counting their tokens
+# of a token at most, in English prose: longer rows are left out without counting their tokens
+_CHARACTERS = 8
 _SPARE_TOKENS = 16  # for a BOS and the like
 
 
@@ -43,13 +49,17 @@ class Mrcr(Task):
 
     def __post_init__(self) -> None:
         if not self.needles or set(self.needles) - set(NEEDLES):
-            raise TaskError(f"task.needles={self.needles} must be a list of {', '.join(map(str, NEEDLES))}")
+            raise TaskError(
+                f"task.needles={self.needles} must be a list of {', '.join(map(str, NEEDLES))}"
+            )
         for key in ("longest", "samples", "max_new_tokens"):
             if (value := getattr(self, key)) is not None and value < 1:
                 raise TaskError(f"task.{key}={value} leaves nothing: give 1 or more")
 
     def require(self, data_root: Path | None) -> None:
-        require([source for needles in self.needles for source in self._sources(needles)], data_root)
+        require(
+            [source for needles in self.needles for source in self._sources(needles)], data_root
+        )
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         groups = Counter[str]()
@@ -78,13 +88,19 @@ class Mrcr(Task):
         share = float(output.startswith(prepended))
         return Score(grade(output, example.references[0], prepended), {"prepended_share": share})
 
-    def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
+    def averages(
+        self, groups: Mapping[str, float], details: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
         """Return `mean` over all groups (numbers of needles x bins), the mean over the bins of each number of needles,
         and the share of outputs that begin with the string that was asked for."""
         named = super().averages(groups)
         for name in dict.fromkeys(group.partition("/")[0] for group in groups):
-            named[name] = fmean(value for group, value in groups.items() if group.startswith(f"{name}/"))
-        return named | {name: details[name] for name in ("prepended_share",) if details and name in details}
+            named[name] = fmean(
+                value for group, value in groups.items() if group.startswith(f"{name}/")
+            )
+        return named | {
+            name: details[name] for name in ("prepended_share",) if details and name in details
+        }
 
     def provenance(self) -> dict[str, Any]:
         return dict(self._opened)
@@ -115,8 +131,13 @@ class Mrcr(Task):
             return None
         messages = value_of(row["prompt"], _MESSAGES, place)
         system = messages.pop(0)["content"] if messages[0]["role"] == "system" else ""
-        if [message["role"] for message in messages] != ["user", *("assistant", "user") * (len(messages) // 2)]:
-            raise TaskError(f"{place} is no conversation that ends with the user's turn: fetch the file again")
+        if [message["role"] for message in messages] != [
+            "user",
+            *("assistant", "user") * (len(messages) // 2),
+        ]:
+            raise TaskError(
+                f"{place} is no conversation that ends with the user's turn: fetch the file again"
+            )
         *earlier, asked = (message["content"] for message in messages)
         tokens = env.text.count(asked, system=system, earlier=earlier)
         if tokens + self.max_new_tokens + _SPARE_TOKENS > limit:
@@ -143,7 +164,9 @@ def grade(output: str, answer: str, prepended: str) -> float:
     """
     if not output.startswith(prepended):
         return 0.0
-    return SequenceMatcher(None, output.removeprefix(prepended), answer.removeprefix(prepended)).ratio()
+    return SequenceMatcher(
+        None, output.removeprefix(prepended), answer.removeprefix(prepended)
+    ).ratio()
 
 
 def bin_of(tokens: int) -> str:

@@ -45,7 +45,10 @@ def contains(answers: Sequence[str], output: str) -> Score:
     >>> contains(["1234567"], "It is 1234567.").value
     1.0
     """
-    return Score(float(any(answer.lower() in output.lower() for answer in answers)), leading_digits(answers, output))
+    return Score(
+        float(any(answer.lower() in output.lower() for answer in answers)),
+        leading_digits(answers, output),
+    )
 
 
 def leading_digits(answers: Sequence[str], output: str) -> dict[str, float]:
@@ -62,19 +65,25 @@ def leading_digits(answers: Sequence[str], output: str) -> dict[str, float]:
     if not answers or not all(answer.isdecimal() for answer in answers):
         return {}
     numbers = set(re.findall(r"\d+", output))
-    right = [max((_shared_start(answer, number) for number in numbers), default=0) for answer in answers]
+    right = [
+        max((_shared_start(answer, number) for number in numbers), default=0) for answer in answers
+    ]
     shares = [count / len(answer) for count, answer in zip(right, answers, strict=True)]
     return {"leading_digits": fmean(right), "leading_digits_share": fmean(shares)}
 
 
 def _shared_start(a: str, b: str) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 def scored_digits(details: Mapping[str, float] | None) -> dict[str, float]:
     """Return `leading_digits_share` alone from the mean details of a run, for a task's averages;
     nothing where answers are not numbers."""
-    return {name: value for name, value in (details or {}).items() if name == "leading_digits_share"}
+    return {
+        name: value for name, value in (details or {}).items() if name == "leading_digits_share"
+    }
 
 
 def word_overlap(answers: Sequence[str], output: str) -> Score:
@@ -92,7 +101,12 @@ def word_overlap(answers: Sequence[str], output: str) -> Score:
 
 def _sandwich(rng: random.Random) -> Planted:
     place = "the best thing to do in San Francisco"
-    return Planted(f"\nThe best thing to do in San Francisco is {SANDWICH}\n", f"What is {place}?", place, (SANDWICH,))
+    return Planted(
+        f"\nThe best thing to do in San Francisco is {SANDWICH}\n",
+        f"What is {place}?",
+        place,
+        (SANDWICH,),
+    )
 
 
 def _magic_city(rng: random.Random) -> Planted:
@@ -104,7 +118,12 @@ def _magic_city(rng: random.Random) -> Planted:
 def magic_number(city: str, number: int) -> Planted:
     """Return the needle that states `number` as the special magic number of `city`."""
     topic = f"the special magic {city} number"
-    return Planted(f"\nThe special magic {city} number is: {number}\n", f"What is {topic}?", topic, (str(number),))
+    return Planted(
+        f"\nThe special magic {city} number is: {number}\n",
+        f"What is {topic}?",
+        topic,
+        (str(number),),
+    )
 
 
 def _passkey(rng: random.Random) -> Planted:

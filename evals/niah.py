@@ -43,15 +43,21 @@ class Niah(Task):
 
     def __post_init__(self) -> None:
         if self.needle not in NEEDLES:
-            raise TaskError(f"task.needle={self.needle!r} is unknown: choose one of {', '.join(NEEDLES)}.")
+            raise TaskError(
+                f"task.needle={self.needle!r} is unknown: choose one of {', '.join(NEEDLES)}."
+            )
         if not self.lengths or min(self.lengths) < 1:
-            raise TaskError(f"task.lengths={self.lengths} must name at least one length, in tokens.")
+            raise TaskError(
+                f"task.lengths={self.lengths} must name at least one length, in tokens."
+            )
         if self.rounds < 1 or self.max_new_tokens < 1:
             raise TaskError("task.rounds and task.max_new_tokens must be at least 1.")
         if any(part not in self.template for part in ("{context}", "{question}")):
             raise TaskError("task.template must hold {context} and {question}.")
         if not self.percents or not all(0 <= depth <= 100 for depth in self.percents):
-            raise TaskError(f"task.depths={self.depths} must be a number of depths or percents from 0 to 100.")
+            raise TaskError(
+                f"task.depths={self.depths} must be a number of depths or percents from 0 to 100."
+            )
         if not isinstance(self.depths, int) and (
             0 < max(self.depths) <= 1 or any(0 < depth < 1 for depth in self.depths)
         ):
@@ -90,7 +96,8 @@ class Niah(Task):
         text: texts.Haystack,
     ) -> Example:
         before, _, after = self.template.partition("{context}")
-        question, prefix = after.replace("{question}", planted.question), self.prefix.replace("{topic}", planted.topic)
+        question = after.replace("{question}", planted.question)
+        prefix = self.prefix.replace("{topic}", planted.topic)
         context, at = self._context(env, tokens, planted, length, depth)
         if self.buffer is None:  # pieces tokenised apart may join into a token more or less
             over = env.text.count(before + context + question, prefix, system=self.system) - length
@@ -116,7 +123,13 @@ class Niah(Task):
         )
 
     def _context(
-        self, env: TaskEnv, tokens: Sequence[int], planted: Planted, length: int, depth: float, over: int = 0
+        self,
+        env: TaskEnv,
+        tokens: Sequence[int],
+        planted: Planted,
+        length: int,
+        depth: float,
+        over: int = 0,
     ) -> tuple[str, int]:
         """Return the haystack with its needle at `depth` percent, and the number of the token
         before which the needle went in. `length`: tokens of the whole prompt, for which `tokens`
@@ -138,13 +151,17 @@ class Niah(Task):
         if self.buffer is not None:
             return self.buffer
         user = self.template.replace("{context}", "").replace("{question}", planted.question)
-        return env.text.count(user, self.prefix.replace("{topic}", planted.topic), system=self.system)
+        return env.text.count(
+            user, self.prefix.replace("{topic}", planted.topic), system=self.system
+        )
 
     def score(self, example: Example, output: str) -> Score:
         needle: Needle = NEEDLES[self.needle]
         return needle.score(example.references, output)
 
-    def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
+    def averages(
+        self, groups: Mapping[str, float], details: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
         return super().averages(groups) | scored_digits(details)
 
     def provenance(self) -> dict[str, Any]:

@@ -42,25 +42,33 @@ class WikiText2(Task):
 
     def __post_init__(self) -> None:
         if not 1 <= self.scored < self.window:
-            raise TaskError(f"scored={self.scored} must be at least 1 and below window={self.window}: part of a window")
+            raise TaskError(
+                f"scored={self.scored} must be at least 1 and below window={self.window}: part of a window"
+            )
         if self.stride is not None and self.stride < self.scored:
             raise TaskError(
                 f"stride={self.stride} scores tokens twice: set it to scored={self.scored} or more, or null"
             )
         if self.samples is not None and self.samples < 1:
-            raise TaskError(f"samples={self.samples} leaves nothing: give 1 or more, or null for the whole text")
+            raise TaskError(
+                f"samples={self.samples} leaves nothing: give 1 or more, or null for the whole text"
+            )
 
     def require(self, data_root: Path | None) -> None:
         require([self._source()], data_root)
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         if env.window is not None and self.window > env.window:
-            raise TaskError(f"window={self.window} exceeds the model's {env.window} tokens: choose a smaller window")
+            raise TaskError(
+                f"window={self.window} exceeds the model's {env.window} tokens: choose a smaller window"
+            )
         content = open_content(self._source(), env)
         self._opened.update(content.provenance)
         ids = env.text.encode(_text(content))
         if len(ids) < self.window:
-            raise TaskError(f"the text has {len(ids)} tokens, fewer than window={self.window}: choose a smaller window")
+            raise TaskError(
+                f"the text has {len(ids)} tokens, fewer than window={self.window}: choose a smaller window"
+            )
         starts = range(0, len(ids) - self.window + 1, self.stride or self.window)
         for start in starts[: self.samples]:
             first, middle, last = (
@@ -72,7 +80,8 @@ class WikiText2(Task):
                 id=f"wikitext2-{start}",
                 group="wikitext2",
                 context=context,
-                references=(window[len(context) :],),  # alone some tokenizers decode it without its first space
+                # alone some tokenizers decode it without its first space
+                references=(window[len(context) :],),
                 max_new_tokens=self.scored,
                 chat=False,
                 teacher_forced=True,
@@ -91,10 +100,14 @@ class WikiText2(Task):
             )
         return Score(math.exp(-nll), {"nll": nll})
 
-    def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
+    def averages(
+        self, groups: Mapping[str, float], details: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
         """Return `mean` over windows, and the `perplexity` of all windows together, as papers state
         it."""
-        return super().averages(groups) | ({"perplexity": math.exp(details["nll"])} if details else {})
+        return super().averages(groups) | (
+            {"perplexity": math.exp(details["nll"])} if details else {}
+        )
 
     def provenance(self) -> dict[str, Any]:
         return dict(self._opened)
@@ -118,12 +131,16 @@ def _text(content: Content) -> str:
     one a line, in which blank lines are empty."""
     if not content.origin.endswith(".parquet"):
         return text_of(content.data, f"wikitext2/test: {content.origin}")
-    return "".join(row["text"] or " \n" for row in rows_of(content, "wikitext2/test", {"text": "text"}).rows)
+    return "".join(
+        row["text"] or " \n" for row in rows_of(content, "wikitext2/test", {"text": "text"}).rows
+    )
 
 
 def _character_start(ids: list[int], at: int, tools: TextTools) -> int:
     """Return the first index from `at` on at which `ids` can be cut without splitting a character
     between two tokens."""
-    while 0 < at < len(ids) and _UNDECODED in tools.decode(ids[at - 1 : at]) + tools.decode(ids[at : at + 1]):
+    while 0 < at < len(ids) and _UNDECODED in tools.decode(ids[at - 1 : at]) + tools.decode(
+        ids[at : at + 1]
+    ):
         at += 1
     return at

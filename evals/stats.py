@@ -73,7 +73,9 @@ def interval(
     return replace(sample, low=max(0.0, low), high=min(1.0, high)).interval((1 - level) / 2)
 
 
-def paired(scores: Sequence[float], baseline: Sequence[float], groups: Sequence[str], units: Units = None) -> Paired:
+def paired(
+    scores: Sequence[float], baseline: Sequence[float], groups: Sequence[str], units: Units = None
+) -> Paired:
     """Compare two runs on the same examples by the difference of their mean scores: test on two
     sides whether it is 0, and return it with the p-value and a 95 % interval, which leaves out 0
     exactly where p is below 0.05.
@@ -85,7 +87,9 @@ def paired(scores: Sequence[float], baseline: Sequence[float], groups: Sequence[
     return Paired(sample.mean, sample.interval(ALPHA / 2, pivot=0.0), sample.p)
 
 
-def p_value(scores: Sequence[float], baseline: Sequence[float], units: Units = None, groups: Units = None) -> float:
+def p_value(
+    scores: Sequence[float], baseline: Sequence[float], units: Units = None, groups: Units = None
+) -> float:
     """Return the p-value of `paired` alone, without the interval, which takes longer. `groups`:
     None for one group."""
     return _differences(scores, baseline, groups or [""] * len(scores), units).p
@@ -124,7 +128,10 @@ class _Sample:
         if units is None or len(set(units)) == len(self.values):
             return self
         _, which = np.unique(np.asarray(units), return_inverse=True)
-        weights, sums = (np.bincount(which, part).astype(float) for part in (self.weights, self.weights * self.values))
+        weights, sums = (
+            np.bincount(which, part).astype(float)
+            for part in (self.weights, self.weights * self.values)
+        )
         return replace(self, values=sums / weights, weights=weights)
 
     @property
@@ -158,7 +165,9 @@ class _Sample:
         return bounded.upper_end(self.values, self.weights, self.high, level, (start, stop))
 
 
-def _differences(scores: Sequence[float], baseline: Sequence[float], groups: Sequence[str], units: Units) -> _Sample:
+def _differences(
+    scores: Sequence[float], baseline: Sequence[float], groups: Sequence[str], units: Units
+) -> _Sample:
     ours, theirs = _finite(scores), _finite(baseline)
     if not len(ours):
         raise ValueError("a paired comparison needs at least one example that both runs scored")
@@ -189,7 +198,11 @@ def _weights(groups: Sequence[str], size: int) -> Floats:
 def _is_dense(values: Floats) -> bool:
     """Return whether the values look as if drawn from a continuous distribution: DENSE or more, no
     two equal, none 0 or 1. If not, many unseen values might equal one of those seen."""
-    return len(values) >= DENSE and len(np.unique(values)) == len(values) and not np.isin(values, (0, 1)).any()
+    return (
+        len(values) >= DENSE
+        and len(np.unique(values)) == len(values)
+        and not np.isin(values, (0, 1)).any()
+    )
 
 
 def _span(values: Floats) -> tuple[float, float]:
@@ -218,14 +231,20 @@ def shift(costs: Sequence[float], baseline: Sequence[float], units: Units = None
     Shift(n=6, mean=0.4583..., diff=0.5, ci=Interval(low=0.25, high=0.75), p=0.03125)
     """
     if len(costs) != len(baseline) or not len(costs):
-        raise ValueError(f"{len(costs)} costs against {len(baseline)}: give each example one of both, and one at least")
-    differences = _unit_means(np.asarray(costs, dtype=float) - np.asarray(baseline, dtype=float), units)
+        raise ValueError(
+            f"{len(costs)} costs against {len(baseline)}: give each example one of both, and one at least"
+        )
+    differences = _unit_means(
+        np.asarray(costs, dtype=float) - np.asarray(baseline, dtype=float), units
+    )
     if not np.isfinite(differences).all():
         raise ValueError("a cost is not finite: leave its example out")
     size, means = len(differences), _pair_means(differences)
     fewer = min(int((means <= 0).sum()), int((means >= 0).sum()))
     p = min(1.0, 2 * _at_most(fewer, size))
-    return Shift(size, float(differences.mean()), float(np.median(means)), _shift_interval(means, size), p)
+    return Shift(
+        size, float(differences.mean()), float(np.median(means)), _shift_interval(means, size), p
+    )
 
 
 def _unit_means(values: Floats, units: Units) -> Floats:
@@ -248,7 +267,8 @@ def _shift_interval(means: Floats, size: int) -> Interval | None:
     """Return the interval of the shifts that the signed-rank test does not refute, None if there
     are too few units. `means`: the sorted means of all pairs (`_pair_means`); the interval ends at
     two of them. `size`: the number of units."""
-    from scipy import special  # here, because a bare GPU machine, whose tests import this module, has none
+    # here, because a bare GPU machine, whose tests import this module, has none
+    from scipy import special
 
     if size <= EXACT:
         most = int(np.searchsorted(_distribution(size), ALPHA / 2))
@@ -261,7 +281,8 @@ def _shift_interval(means: Floats, size: int) -> Interval | None:
 def _at_most(count: int, size: int) -> float:
     """Return the probability that the signed-rank statistic of `size` differences is at most
     `count` if each difference is positive or negative with probability 1/2."""
-    from scipy import special  # here, because a bare GPU machine, whose tests import this module, has none
+    # here, because a bare GPU machine, whose tests import this module, has none
+    from scipy import special
 
     if size <= EXACT:
         return float(_distribution(size)[count])

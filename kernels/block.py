@@ -16,8 +16,10 @@ from kernels import ops
 from kernels.ragged import Ragged
 from kernels.rope import halves, rotate
 
-TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 8192}  # tokens of a prompt: bounds the memory between torch's products
-MOST_INNER = {torch.float32: 9216, torch.bfloat16: 4096}  # channels of the MLP; docs/kernels.md has the command
+# tokens of a prompt: bounds the memory between torch's products
+TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 8192}
+# channels of the MLP; docs/kernels.md has the command
+MOST_INNER = {torch.float32: 9216, torch.bfloat16: 4096}
 _PANEL = 32  # outputs computed together; sums also go over multiples of it
 
 
@@ -26,7 +28,9 @@ def fits_compiled(widths: Sequence[int], inner: int, dtype: torch.dtype) -> bool
     block with such `widths` (channels in and out of its projections) and `inner` channels in the
     MLP. They keep no results in memory from one product to the next, so estimates of peak memory
     ask this too."""
-    return inner <= MOST_INNER.get(dtype, 0) and not any(width % _PANEL for width in (*widths, inner))
+    return inner <= MOST_INNER.get(dtype, 0) and not any(
+        width % _PANEL for width in (*widths, inner)
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -59,7 +63,8 @@ class DecoderBlock:
     gate: Linear
     up: Linear
     down: Linear
-    neighbours: bool = False  # whether neighbouring channels of a head turn together; they leave as halves (GLM)
+    # whether neighbouring channels of a head turn together; they leave as halves (GLM)
+    neighbours: bool = False
     # addresses of these weights, as backends pass them to their calls, under their names; `replace` takes none over
     prepared: dict[str, bytes] = field(init=False, repr=False, default_factory=dict)
 
@@ -81,11 +86,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def attention_inputs(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def attention_inputs(
+    x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute what attention needs from the block's input: norm x, project it to q, k and v, and
     rotate q and k. x [B T E], cos, sin [1|B T R] -> normed [B T E], q [B H T D], k, v [B G T D]"""
     normed = rms_norm(x, block.norm, block.eps)
-    q, k, v = (part(normed).unflatten(-1, (-1, block.head_dim)).transpose(1, 2) for part in (block.q, block.k, block.v))
+    q, k, v = (
+        part(normed).unflatten(-1, (-1, block.head_dim)).transpose(1, 2)
+        for part in (block.q, block.k, block.v)
+    )
     if block.q_norm is not None and block.k_norm is not None:
         q, k = rms_norm(q, block.q_norm, block.eps), rms_norm(k, block.k_norm, block.eps)
     if block.neighbours:

@@ -103,14 +103,23 @@ def _between(x: Tensor, first: int | PerSequence, end: int | PerSequence) -> Ten
 
 
 @by_sequence
-def coded_attention(q: Tensor, segments: Sequence[Segment | Codes], scale: float) -> tuple[Tensor, Tensor]:
+def coded_attention(
+    q: Tensor, segments: Sequence[Segment | Codes], scale: float
+) -> tuple[Tensor, Tensor]:
     """Attend from one token per sequence to all tokens of `segments`, some of which are codes,
     under one softmax, and return its log-sum-exp too. q [B H 1 D] -> [B H 1 D], [B H] (fp32)"""
-    codes = [piece for segment in segments if not isinstance(segment, Segment) for piece in _pieces(segment)]
+    codes = [
+        piece
+        for segment in segments
+        if not isinstance(segment, Segment)
+        for piece in _pieces(segment)
+    ]
     parts = [segment_attention_with_lse(q, [_decoded(coded, q.dtype)], scale) for coded in codes]
     if plain := [segment for segment in segments if isinstance(segment, Segment)]:
         parts.append(ops.segment_attention_with_lse(q, plain, scale))
-    attended: tuple[Tensor, Tensor] = ops.merge_attention_with_lse(*zip(*parts, strict=True)) if parts[1:] else parts[0]
+    attended: tuple[Tensor, Tensor] = (
+        ops.merge_attention_with_lse(*zip(*parts, strict=True)) if parts[1:] else parts[0]
+    )
     return attended
 
 
@@ -128,7 +137,9 @@ def _decoded(coded: Codes, dtype: torch.dtype) -> Segment:
     if not isinstance(coded, Coded):
         return Segment(*coded.decoded(dtype))
     k_least, k_step = coded.k_range.unsqueeze(3).chunk(2, -1)
-    k = dequantise(coded.k.unflatten(2, (-1, coded.block)), k_least, k_step, coded.bits, dtype).flatten(2, 3)
+    k = dequantise(
+        coded.k.unflatten(2, (-1, coded.block)), k_least, k_step, coded.bits, dtype
+    ).flatten(2, 3)
     v_least, v_step = coded.v_range.chunk(2, -1)
     return Segment(k, dequantise(coded.v, v_least, v_step, coded.bits, dtype))
 
@@ -153,12 +164,22 @@ def decode_rows(
     elif blocks is None:
         k, v = _decoded(coded, dtype)[:2]
     else:
-        k, v, v_range = (x if rows is None else gather_rows(x, rows) for x in (coded.k, coded.v, coded.v_range))
-        (k_least, k_step), (v_least, v_step) = gather_rows(coded.k_range, blocks).chunk(2, -1), v_range.chunk(2, -1)
-        k, v = dequantise(k, k_least, k_step, coded.bits, dtype), dequantise(v, v_least, v_step, coded.bits, dtype)
+        k, v, v_range = (
+            x if rows is None else gather_rows(x, rows) for x in (coded.k, coded.v, coded.v_range)
+        )
+        (k_least, k_step), (v_least, v_step) = (
+            gather_rows(coded.k_range, blocks).chunk(2, -1),
+            v_range.chunk(2, -1),
+        )
+        k = dequantise(k, k_least, k_step, coded.bits, dtype)
+        v = dequantise(v, v_least, v_step, coded.bits, dtype)
     if recent is not None:
         exact, unused = recent
-        v = torch.where(torch.arange(v.shape[2], device=v.device).view(-1, 1) < unused.view(-1, 1, 1, 1), v, exact)
+        v = torch.where(
+            torch.arange(v.shape[2], device=v.device).view(-1, 1) < unused.view(-1, 1, 1, 1),
+            v,
+            exact,
+        )
     return k, v
 
 

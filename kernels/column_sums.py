@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-_WEIGHTS_AT_ONCE = 1 << 20  # weights of all heads together; each head still gets _LEAST_QUERIES at least
+# weights of all heads together; each head still gets _LEAST_QUERIES at least
+_WEIGHTS_AT_ONCE = 1 << 20
 _LEAST_QUERIES = 32
 
 
@@ -25,7 +26,9 @@ def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return sums
 
 
-def prefill_attention_with_column_sums(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def prefill_attention_with_column_sums(
+    q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """Compute causal attention of the last T of S tokens together with its column sums, the
     attention that each key receives, so that the logits are computed once.
 
@@ -53,7 +56,9 @@ def _weights(q: Tensor, k: Tensor, scale: float) -> Iterator[Tensor]:
     for block in q.split(max(_LEAST_QUERIES, _WEIGHTS_AT_ONCE // (batch * heads * stored)), dim=2):
         count = block.shape[2]
         first += count
-        logits = block.reshape(batch, groups, -1, dim).float() @ k[:, :, :first].float().transpose(-1, -2)
+        logits = block.reshape(batch, groups, -1, dim).float() @ k[:, :, :first].float().transpose(
+            -1, -2
+        )
         logits = logits.view(batch, heads, count, first).mul_(scale)
         future = torch.ones(count, count, dtype=torch.bool, device=q.device).triu_(1)
         logits[..., first - count :].masked_fill_(future, float("-inf"))

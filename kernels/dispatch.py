@@ -17,7 +17,8 @@ from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
-Around = Callable[[str, tuple[Any, ...], Callable[[], Any]], Any]  # name, arguments, the call itself -> its result
+# name, arguments, the call itself -> its result
+Around = Callable[[str, tuple[Any, ...], Callable[[], Any]], Any]
 
 REFERENCE = "torch"
 _forced: ContextVar[str | None] = ContextVar("forced_backend", default=None)
@@ -59,7 +60,9 @@ class Op:
             around = _around.get()
             try:
                 result = (
-                    run(*args, **kwargs) if around is None else around(self.name, args, partial(run, *args, **kwargs))
+                    run(*args, **kwargs)
+                    if around is None
+                    else around(self.name, args, partial(run, *args, **kwargs))
                 )
             except too_large as error:
                 reason = str(error).splitlines()[0]

@@ -42,7 +42,9 @@ def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> T
     return segment_attention_with_lse(q, segments, scale)[0]
 
 
-def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor]:
+def segment_attention_with_lse(
+    q: Tensor, segments: Sequence[Segment], scale: float
+) -> tuple[Tensor, Tensor]:
     """Attend from one token per sequence to segments and return the log-sum-exp too, [B H 1 D] and
     [B H], as kernels/reference.py defines it. The library reads keys and values in place: it takes
     [B S G D] with any strides but the last."""
@@ -50,9 +52,15 @@ def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: fl
     for segment in segments:
         if not segment.k.shape[2]:
             continue
-        live = None if segment.live is None else segment.live.to(torch.int32).expand(len(q)).contiguous()
+        live = (
+            None
+            if segment.live is None
+            else segment.live.to(torch.int32).expand(len(q)).contiguous()
+        )
         by_token = (x.transpose(1, 2) for x in (q, segment.k, segment.v))
-        out, lse = flash_attn_with_kvcache(*by_token, cache_seqlens=live, softmax_scale=scale, return_softmax_lse=True)
+        out, lse = flash_attn_with_kvcache(
+            *by_token, cache_seqlens=live, softmax_scale=scale, return_softmax_lse=True
+        )
         outs.append(out.transpose(1, 2))
         lse = lse.view(q.shape[:2])
         # Where no token is there, the library gives plus infinity, which would outweigh all other segments

@@ -19,13 +19,17 @@ from kernels import ops
 
 # cuDNN makes a plan for each new shape, which takes a good part of a second: it is left to chunks that are long and
 # often have the same length. The tokens before them are cut into lengths that are powers of two, which share plans.
-_PLANNED, _STEP = 4096, 1024  # tokens: the shortest chunk, and what its length and place are multiples of
+# tokens: the shortest chunk, and what its length and place are multiples of
+_PLANNED, _STEP = 4096, 1024
 _PARTS = 8  # that one launch merges
 _CUDNN_FIRST = 9, 10  # major compute capabilities on which cuDNN is faster than FlashAttention-2
 _DTYPES = torch.bfloat16, torch.float16
-_windowed: Any = getattr(torch.ops.aten, "_flash_attention_forward", None)  # private, so its arguments are looked up
+# private, so its arguments are looked up
+_windowed: Any = getattr(torch.ops.aten, "_flash_attention_forward", None)
 _NEEDED = {"max_q", "max_k", "is_causal", "scale", "window_size_left", "window_size_right"}
-_HAS_WINDOWS = _windowed is not None and {x.name for x in _windowed.default._schema.arguments} >= _NEEDED
+_HAS_WINDOWS = (
+    _windowed is not None and {x.name for x in _windowed.default._schema.arguments} >= _NEEDED
+)
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -47,7 +51,9 @@ def prefill_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> 
     return _unfit(q, k, v)
 
 
-def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int) -> tuple[Tensor, Tensor]:
+def windowed_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int
+) -> tuple[Tensor, Tensor]:
     """Compute attention in which query t sees the last `window` keys up to key `first` + t, and its
     log-sum-exp, as kernels/windowed.py defines it. q [B H T D], k, v [B G S D] -> [B H T D],
     [B H T] (fp32)"""
@@ -62,7 +68,9 @@ def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int
     return out.transpose(1, 2), lse
 
 
-def windowed_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int) -> str | None:
+def windowed_attention_refuses(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int
+) -> str | None:
     if not _HAS_WINDOWS:
         return "needs windows in torch's FlashAttention, which this version has not"
     stored, left, _ = _window(q, k, first, window)
@@ -99,7 +107,9 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple
     log-sum-exp. Its plans are made for strides too, and those of a store depend on its room, so
     keys and values are copied: 1 % of the time."""
     cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
-    out, lse, *_ = cudnn(q, k.contiguous(), v.contiguous(), None, True, 0.0, causal, False, scale=scale)
+    out, lse, *_ = cudnn(
+        q, k.contiguous(), v.contiguous(), None, True, 0.0, causal, False, scale=scale
+    )
     return out, lse.reshape(q.shape[:3])
 
 

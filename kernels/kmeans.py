@@ -13,10 +13,14 @@ def assign(x: Tensor, centroids: Tensor) -> Tensor:
     [N P]"""
     half_norms = centroids.square().sum(-1).unsqueeze(1).mul_(0.5)
     blocks = x.split(_POINTS_AT_ONCE, dim=1)
-    return torch.cat([(block @ centroids.transpose(1, 2)).sub_(half_norms).argmax(-1) for block in blocks], dim=1)
+    return torch.cat(
+        [(block @ centroids.transpose(1, 2)).sub_(half_norms).argmax(-1) for block in blocks], dim=1
+    )
 
 
-def kmeans(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4) -> tuple[Tensor, Tensor]:
+def kmeans(
+    x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4
+) -> tuple[Tensor, Tensor]:
     """Cluster the P points of each problem into C clusters, starting from the points `initial` as
     centroids. It computes in fp32, whatever the dtype of the points.
 
@@ -36,7 +40,9 @@ def kmeans(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4)
         slots = (assign(x, centroids) + first).view(-1)
         sums = x.new_zeros(problems * len(initial), dim).index_add_(0, slots, x.reshape(-1, dim))
         counts = x.new_zeros(problems * len(initial)).index_add_(0, slots, ones).unsqueeze(1)
-        moved = torch.where(counts > 0, sums / counts.clamp(min=1), centroids.view(-1, dim)).view_as(centroids)
+        moved = torch.where(
+            counts > 0, sums / counts.clamp(min=1), centroids.view(-1, dim)
+        ).view_as(centroids)
         shift = (moved - centroids).square().sum((1, 2))
         centroids = moved
         if bool((shift <= bound).all()):

@@ -32,9 +32,11 @@ class CodedLevels(NamedTuple):
     apart. Sequences of different lengths have a `Ragged`, which holds a tensor per sequence,
     instead of each tensor."""
 
-    k: Tensor  # [B G S dim*bits/8] uint8; with a residual bit, levels of bits - 1 and behind them the signs
+    # [B G S dim*bits/8] uint8; with a residual bit, levels of bits - 1 and behind them the signs
+    k: Tensor
     v: Tensor  # [B G S dim*bits/8] uint8
-    norms: Tensor  # [B G S 2|3] fp16, of the key, of the value, and with a residual bit of what the key's levels miss
+    # [B G S 2|3] fp16, of the key, of the value, and with a residual bit of what the key's levels miss
+    norms: Tensor
     dim: int
     bits: int
     seed: int | None  # of the matrix behind the signs; None: there is no residual bit
@@ -46,7 +48,9 @@ class CodedLevels(NamedTuple):
         if self.seed is None:
             return (_from_codes(self.k, self.bits, self.dim) * of_key).to(dtype), v.to(dtype)
         codes, signs = self.k.tensor_split([self.dim * (self.bits - 1) // 8], -1)
-        missed = (2 * unpack(signs, 1, torch.float32) - 1) @ normal_matrix(self.dim, self.seed, v.device)
+        missed = (2 * unpack(signs, 1, torch.float32) - 1) @ normal_matrix(
+            self.dim, self.seed, v.device
+        )
         k = _from_codes(codes, self.bits - 1, self.dim) * of_key
         return k.add_(missed.mul_(of_missed[0] * (sqrt(pi / 2) / self.dim))).to(dtype), v.to(dtype)
 
@@ -83,7 +87,9 @@ def best_levels(dim: int, bits: int) -> tuple[float, ...]:
     steps = torch.cumulative_trapezoid(angles.sin() ** (dim - 2), angles)
     masses = torch.cat([steps.new_zeros(1), steps])
     count = 2**bits
-    levels = (torch.arange(count, dtype=torch.float64) * 2 + 1 - count) / count * min(0.9, 3 / sqrt(dim))
+    levels = (
+        (torch.arange(count, dtype=torch.float64) * 2 + 1 - count) / count * min(0.9, 3 / sqrt(dim))
+    )
     for _ in range(_ROUNDS):
         middles = (levels[1:] + levels[:-1]) / 2
         ends = torch.cat([middles.new_tensor([-1.0]), middles, middles.new_tensor([1.0])]).acos()
@@ -136,4 +142,6 @@ def _from_codes(packed: Tensor, bits: int, dim: int) -> Tensor:
 def _packed(codes: Tensor, bits: int) -> Tensor:
     """Pack codes [... n] into n * bits / 8 bytes: of 3 bits, all the lower two and behind them all
     the third ones."""
-    return torch.cat([pack(codes & 3, 2), pack(codes >> 2, 1)], -1) if bits == 3 else pack(codes, bits)
+    return (
+        torch.cat([pack(codes & 3, 2), pack(codes >> 2, 1)], -1) if bits == 3 else pack(codes, bits)
+    )

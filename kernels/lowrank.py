@@ -11,7 +11,8 @@ from torch import Tensor
 SOLVERS = ("gram_fp64", "gram_fp32", "thin_svd")
 ROWS_AT_ONCE = 1 << 12  # bounds the copy in the Gram matrix's precision
 _PLAIN, _SHIFTED = 4, 8  # rounds of subspace iteration, without and with a shift
-_SMALLEST = 512  # columns of a Gram matrix, below which all its eigenvectors are computed as fast as a few
+# columns of a Gram matrix, below which all its eigenvectors are computed as fast as a few
+_SMALLEST = 512
 _TOLERANCE = 2**-12  # an eighth of what rounding a key to bfloat16 changes
 
 
@@ -44,8 +45,11 @@ def leading(gram_matrix: Tensor, rank: int) -> Tensor | None:
     size, more = gram_matrix.shape[-1], max(8, rank // 2)
     wide = rank + more
     draw = torch.Generator(gram_matrix.device).manual_seed(0)
-    block = torch.randn(size, wide, generator=draw, dtype=gram_matrix.dtype, device=gram_matrix.device)
-    block, lowest = block.expand(*gram_matrix.shape[:-1], wide), torch.zeros((), device=gram_matrix.device)
+    block = torch.randn(
+        size, wide, generator=draw, dtype=gram_matrix.dtype, device=gram_matrix.device
+    )
+    block = block.expand(*gram_matrix.shape[:-1], wide)
+    lowest = torch.zeros((), device=gram_matrix.device)
     for step in range(_PLAIN + _SHIFTED):
         image = gram_matrix @ block
         if step >= _PLAIN:
@@ -55,16 +59,19 @@ def leading(gram_matrix: Tensor, rank: int) -> Tensor | None:
         if step < _PLAIN:
             lowest = factor[..., -1:, -1:]  # tends to the last column's eigenvalue
     straight = torch.eye(wide, dtype=block.dtype, device=block.device)
-    if not bool(((block.mT @ block - straight).abs() < 1e-9).all()):  # a factor did not exist: too few directions
+    # a factor did not exist: too few directions
+    if not bool(((block.mT @ block - straight).abs() < 1e-9).all()):
         return None
     image = gram_matrix @ block
     values, turn = (x.flip(-1) for x in torch.linalg.eigh(block.mT @ image))
     block, residual = block @ turn, image @ turn - (block @ turn) * values.unsqueeze(-2)
     overlap = residual.mT @ residual
-    apart = values[..., :rank] - values[..., rank + more // 2, None]  # from what the columns do not span
+    # from what the columns do not span
+    apart = values[..., :rank] - values[..., rank + more // 2, None]
     leak = overlap.diagonal(dim1=-2, dim2=-1)[..., :rank] / apart.square()
     gaps = values[..., :rank, None] - values[..., None, rank:]
-    mixed = overlap[..., :rank, rank:] / (apart.unsqueeze(-1) * gaps)  # with the columns beyond the rank
+    # with the columns beyond the rank
+    mixed = overlap[..., :rank, rank:] / (apart.unsqueeze(-1) * gaps)
     error = (leak.sum(-1) + mixed.square().sum((-1, -2))).sqrt()
     return block[..., :rank] if bool((error <= _TOLERANCE).all()) else None
 
@@ -81,7 +88,12 @@ def low_rank(x: Tensor, rank: int, solver: str) -> tuple[Tensor, Tensor]:
         left, values, right = torch.linalg.svd(x, full_matrices=False)
         return left[..., :rank] * values[..., None, :rank], right[..., :rank, :]
     total = gram(x, torch.float64 if solver == "gram_fp64" else torch.float32)
-    few = x.is_cuda and total.dtype == torch.float64 and x.shape[-1] >= _SMALLEST and 4 * rank <= x.shape[-1]
+    few = (
+        x.is_cuda
+        and total.dtype == torch.float64
+        and x.shape[-1] >= _SMALLEST
+        and 4 * rank <= x.shape[-1]
+    )
     basis = leading(total, rank) if few else None
     basis = (directions(total)[..., :rank] if basis is None else basis).to(x.dtype)
     return x @ basis, basis.transpose(-1, -2)

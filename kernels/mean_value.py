@@ -31,14 +31,18 @@ def attention_with_mean(
     batch, groups, both, dim = q.shape
     group = both // 2
     outs, lse = ops.segment_attention_with_lse(q.view(batch, -1, 1, dim), segments, scale)
-    query, others = q[:, :, group:].reshape(batch, -1, 1, dim), [*segments[:chosen], *segments[chosen + 1 :]]
+    query = q[:, :, group:].reshape(batch, -1, 1, dim)
+    others = [*segments[:chosen], *segments[chosen + 1 :]]
     _, always = ops.segment_attention_with_lse(query, others, scale)
     lse = lse.view(batch, groups, both)
-    read, every = lse[..., group:], torch.logaddexp(always.view(batch, groups, group), lses.logsumexp(-1))
+    read = lse[..., group:]
+    every = torch.logaddexp(always.view(batch, groups, group), lses.logsumexp(-1))
     out = outs.view(batch, groups, both, dim)[:, :, :group].reshape(batch, -1, 1, dim)
     if sink_logits is not None:
         own = lse[..., :group].flatten(1)
-        read, every = (lse_with_sink(part.flatten(1), sink_logits).view_as(part) for part in (read, every))
+        read, every = (
+            lse_with_sink(part.flatten(1), sink_logits).view_as(part) for part in (read, every)
+        )
         out = with_sink(out, own, sink_logits)
     # a part of the tokens has no more than all; of large logits in 16 bits the two are rounded differently
     covered = (read - every).clamp(max=0).exp().unsqueeze(-1)

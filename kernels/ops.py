@@ -9,7 +9,8 @@ from kernels.dispatch import Op
 
 prefill_attention = Op(
     "prefill_attention",
-    fused="kernels.fused",  # on Hopper faster than flash-attn for whole prompts, and the same kernel for later chunks
+    # on Hopper faster than flash-attn for whole prompts, and the same kernel for later chunks
+    fused="kernels.fused",
     flash="kernels.flash",
     triton="kernels.gpu.prefill",
     cpu="kernels.cpu.prefill",
@@ -24,30 +25,59 @@ DECODE = {  # the first two have not been compared on a GPU; Triton's takes ever
 }
 segment_attention = Op("segment_attention", **DECODE)
 segment_attention_with_lse = Op("segment_attention_with_lse", **DECODE)
-attention_with_mean = Op("attention_with_mean", triton="kernels.gpu.mean_value", torch="kernels.mean_value")
+attention_with_mean = Op(
+    "attention_with_mean", triton="kernels.gpu.mean_value", torch="kernels.mean_value"
+)
 coded_attention = Op("coded_attention", triton="kernels.gpu.coded", torch="kernels.coded")
 decode_rows = Op("decode_rows", triton="kernels.gpu.coded", torch="kernels.coded")
 encode_codes = Op("encode_codes", triton="kernels.gpu.encode", torch="kernels.quantise")
 merge_attention = Op("merge_attention", triton="kernels.gpu.decode", torch="kernels.reference")
-merge_attention_with_lse = Op("merge_attention_with_lse", triton="kernels.gpu.decode", torch="kernels.reference")
-gather_rows = Op("gather_rows", triton="kernels.gpu.copy", cpu="kernels.cpu.copy", torch="kernels.reference")
-gather_tiers = Op("gather_tiers", triton="kernels.gpu.copy", cpu="kernels.cpu.copy", torch="kernels.reference")
-put_rows = Op("put_rows", triton="kernels.gpu.copy", cpu="kernels.cpu.copy", torch="kernels.reference")
-row_scores = Op("row_scores", triton="kernels.gpu.scores", cpu="kernels.cpu.scores", torch="kernels.reference")
+merge_attention_with_lse = Op(
+    "merge_attention_with_lse", triton="kernels.gpu.decode", torch="kernels.reference"
+)
+gather_rows = Op(
+    "gather_rows", triton="kernels.gpu.copy", cpu="kernels.cpu.copy", torch="kernels.reference"
+)
+gather_tiers = Op(
+    "gather_tiers", triton="kernels.gpu.copy", cpu="kernels.cpu.copy", torch="kernels.reference"
+)
+put_rows = Op(
+    "put_rows", triton="kernels.gpu.copy", cpu="kernels.cpu.copy", torch="kernels.reference"
+)
+row_scores = Op(
+    "row_scores", triton="kernels.gpu.scores", cpu="kernels.cpu.scores", torch="kernels.reference"
+)
 row_weights = Op("row_weights", triton="kernels.gpu.scores", torch="kernels.reference")
 live_scores = Op("live_scores", triton="kernels.gpu.scores", torch="kernels.reference")
 add_received = Op("add_received", triton="kernels.gpu.scores", torch="kernels.reference")
-page_scores = Op("page_scores", triton="kernels.gpu.scores", cpu="kernels.cpu.scores", torch="kernels.pages")
+page_scores = Op(
+    "page_scores", triton="kernels.gpu.scores", cpu="kernels.cpu.scores", torch="kernels.pages"
+)
 token_rows = Op("token_rows", triton="kernels.gpu.pages", torch="kernels.pages")
 channel_weights = Op("channel_weights", triton="kernels.gpu.channels", torch="kernels.reference")
 pick_channels = Op("pick_channels", triton="kernels.gpu.picked", torch="kernels.picked")
 partial_products = Op("partial_products", triton="kernels.gpu.partial", torch="kernels.partial")
 channel_sums = Op("channel_sums", triton="kernels.gpu.channels", torch="kernels.reference")
-group_weights = Op("group_weights", triton="kernels.gpu.choose", cpu="kernels.cpu.choose", torch="kernels.reference")
-group_margins = Op("group_margins", triton="kernels.gpu.choose", cpu="kernels.cpu.choose", torch="kernels.reference")
+group_weights = Op(
+    "group_weights",
+    triton="kernels.gpu.choose",
+    cpu="kernels.cpu.choose",
+    torch="kernels.reference",
+)
+group_margins = Op(
+    "group_margins",
+    triton="kernels.gpu.choose",
+    cpu="kernels.cpu.choose",
+    torch="kernels.reference",
+)
 top_k = Op("top_k", triton="kernels.gpu.top_k", cpu="kernels.cpu.choose", torch="kernels.reference")
 kmeans = Op("kmeans", triton="kernels.gpu.kmeans", cpu="kernels.cpu.kmeans", torch="kernels.kmeans")
-column_sums = Op("column_sums", triton="kernels.gpu.prefill", cpu="kernels.cpu.prefill", torch="kernels.column_sums")
+column_sums = Op(
+    "column_sums",
+    triton="kernels.gpu.prefill",
+    cpu="kernels.cpu.prefill",
+    torch="kernels.column_sums",
+)
 prefill_attention_with_column_sums = Op(
     "prefill_attention_with_column_sums",
     triton="kernels.gpu.prefill",
@@ -62,16 +92,31 @@ windowed_attention = Op(
     torch="kernels.windowed",
 )
 windowed_sums = Op("windowed_sums", triton="kernels.gpu.prefill", torch="kernels.windowed")
-pq_weights = Op("pq_weights", triton="kernels.gpu.pq", cpu="kernels.cpu.pq", torch="kernels.reference")
+pq_weights = Op(
+    "pq_weights", triton="kernels.gpu.pq", cpu="kernels.cpu.pq", torch="kernels.reference"
+)
 pq_best = Op("pq_best", triton="kernels.gpu.pq", torch="kernels.reference")
-rebuild_keys = Op("rebuild_keys", triton="kernels.gpu.rebuild", cpu="kernels.cpu.rebuild", torch="kernels.reference")
-attention_inputs = Op("attention_inputs", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block")
-attention_inputs_stored = Op("attention_inputs_stored", triton="kernels.gpu.block", torch="kernels.block")
+rebuild_keys = Op(
+    "rebuild_keys",
+    triton="kernels.gpu.rebuild",
+    cpu="kernels.cpu.rebuild",
+    torch="kernels.reference",
+)
+attention_inputs = Op(
+    "attention_inputs", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block"
+)
+attention_inputs_stored = Op(
+    "attention_inputs_stored", triton="kernels.gpu.block", torch="kernels.block"
+)
 rotate = Op("rotate", triton="kernels.gpu.rope", torch="kernels.rope")
 rotate_to = Op("rotate_to", triton="kernels.gpu.rope", torch="kernels.rope")
-block_output = Op("block_output", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block")
+block_output = Op(
+    "block_output", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block"
+)
 block_output_apart = Op("block_output_apart", triton="kernels.gpu.block", torch="kernels.block")
-token_logits = Op("token_logits", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block")
+token_logits = Op(
+    "token_logits", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block"
+)
 likeliest_tokens = Op("likeliest_tokens", triton="kernels.gpu.likeliest", torch="kernels.reference")
 
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Op))
@@ -82,7 +127,10 @@ def prefer(orders: Mapping[str, Sequence[str]]) -> None:
     names for an operation come first, then all others in the order of this file. Operations that it
     does not name get the order of this file."""
     for op in ALL:
-        op.order = (*(first := orders.get(op.name, ())), *(name for name in op.targets if name not in first))
+        op.order = (
+            *(first := orders.get(op.name, ())),
+            *(name for name in op.targets if name not in first),
+        )
 
 
 def forget_used() -> None:

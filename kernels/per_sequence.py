@@ -44,7 +44,10 @@ class PerSequence:
         return iter(self.values)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PerSequence) and (self.values, self.dead) == (other.values, other.dead)
+        return isinstance(other, PerSequence) and (self.values, self.dead) == (
+            other.values,
+            other.dead,
+        )
 
     def __repr__(self) -> str:
         return ", ".join(map(str, self.values))
@@ -76,7 +79,9 @@ class PerSequence:
         if (operate, other) not in self._results:
             others = other.values if isinstance(other, PerSequence) else (other,) * len(self)
             results = tuple(map(operate, self.values, others))
-            self._results[operate, other] = PerSequence(results[: len(self) - (self.dead or 0)], self.dead)
+            self._results[operate, other] = PerSequence(
+                results[: len(self) - (self.dead or 0)], self.dead
+            )
         return self._results[operate, other]
 
 

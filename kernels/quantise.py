@@ -30,13 +30,16 @@ def quantise(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return codes.to(torch.uint8), least, step, bad
 
 
-def encode_codes(k: Tensor, v: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def encode_codes(
+    k: Tensor, v: Tensor, bits: int, group: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Quantise keys and values [B G S D] of whole blocks of `group` tokens to integers of `bits`:
     each channel of the keys by blocks, and the values by `group` neighbouring channels (by all, if
     there are fewer). -> packed codes of keys [B G S D*bits/8], their ranges [B G S/group 2*D]
     (least numbers, then steps), codes of values, their ranges [B G S 2*c], and for each block of a
     head whether numbers in it cannot be encoded (`refuse`), [B G S/group] int8"""
-    k_codes, k_least, k_step, k_bad = quantise(k.unflatten(2, (-1, group)).mT, bits)  # [B G n D group]
+    # [B G n D group]
+    k_codes, k_least, k_step, k_bad = quantise(k.unflatten(2, (-1, group)).mT, bits)
     v_codes, v_least, v_step, v_bad = quantise(v.unflatten(3, (-1, min(group, v.shape[3]))), bits)
     bad = k_bad.any(-1) | v_bad.any(-1).unflatten(2, (-1, group)).any(-1)
     packed = (pack(codes, bits) for codes in (k_codes.mT.flatten(2, 3), v_codes.flatten(3)))
@@ -48,14 +51,18 @@ def refuse(*bad: Tensor) -> None:
     """Raise ValueError if an entry of `bad` is set, which says of numbers that they are not finite
     or beyond fp16. This waits for the device once."""
     if bad and bool((torch.cat([x.flatten() for x in bad]) if bad[1:] else bad[0]).any()):
-        raise ValueError("Keys or values are not finite, or beyond what fp16 can hold: they cannot be quantised.")
+        raise ValueError(
+            "Keys or values are not finite, or beyond what fp16 can hold: they cannot be quantised."
+        )
 
 
 def rounded_down(x: Tensor) -> Tensor:
     """Round fp32 numbers to the largest fp16 that is not above them."""
     near = x.half()
     bits = near.view(torch.int16)  # sign and magnitude
-    below = torch.where(near > 0, bits - 1, torch.where(near < 0, bits + 1, -0x7FFF)).to(torch.int16)
+    below = torch.where(near > 0, bits - 1, torch.where(near < 0, bits + 1, -0x7FFF)).to(
+        torch.int16
+    )
     return torch.where(near.float() > x, below.view(torch.float16), near)
 
 
@@ -80,14 +87,21 @@ def unpack(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     return codes
 
 
-def dequantise(packed: Tensor, least: Tensor, step: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+def dequantise(
+    packed: Tensor, least: Tensor, step: Tensor, bits: int, dtype: torch.dtype
+) -> Tensor:
     """Turn packed codes back into numbers, code * step + least. packed [... n * bits / 8]; least
     and step [... c], each for n/c neighbouring numbers -> [... n]
 
     Leading dimensions broadcast: many rows may share one `least` and `step`."""
     codes = unpack(packed, bits, torch.float32)
     split = codes.unflatten(-1, (least.shape[-1], -1))
-    return split.mul_(step.float().unsqueeze(-1)).add_(least.float().unsqueeze(-1)).flatten(-2).to(dtype)
+    return (
+        split.mul_(step.float().unsqueeze(-1))
+        .add_(least.float().unsqueeze(-1))
+        .flatten(-2)
+        .to(dtype)
+    )
 
 
 def to_float8(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -32,7 +32,11 @@ class Ragged:
     is one padded tensor of all; entries after the shorter ones must not be read."""
 
     def __init__(
-        self, parts: Sequence[Tensor], dim: int = 2, dead: int | None = None, reader: torch.device | None = None
+        self,
+        parts: Sequence[Tensor],
+        dim: int = 2,
+        dead: int | None = None,
+        reader: torch.device | None = None,
     ) -> None:
         """Combine tensors [1 ...], which must stay where they are as long as this object lives. The
         last `dead` ones belong to no sequence: they fill a batch up to a fixed size, and what is
@@ -40,7 +44,9 @@ class Ragged:
         read them, if it is not their own, as for pinned host memory."""
         self.parts, self.dim = parts, dim
         self.device = parts[0].device if reader is None else reader
-        self.sizes = PerSequence([part.shape[dim] for part in parts[: len(parts) - (dead or 0)]], dead)
+        self.sizes = PerSequence(
+            [part.shape[dim] for part in parts[: len(parts) - (dead or 0)]], dead
+        )
 
     @classmethod
     def filled_up(cls, whole: Tensor, sizes: PerSequence, dim: int = 2) -> Ragged:
@@ -52,13 +58,17 @@ class Ragged:
 
     @cached_property
     def parts(self) -> Sequence[Tensor]:
-        return [self.whole[i : i + 1].narrow(self.dim, 0, size) for i, size in enumerate(self.sizes)]
+        return [
+            self.whole[i : i + 1].narrow(self.dim, 0, size) for i, size in enumerate(self.sizes)
+        ]
 
     @cached_property
     def whole(self) -> Tensor:
         note_memory_read()
         most, behind = self.sizes.most, 2 * (self.first.dim() - 1 - self.dim)
-        return torch.cat([pad(part, (0,) * (behind + 1) + (most - part.shape[self.dim],)) for part in self.parts])
+        return torch.cat(
+            [pad(part, (0,) * (behind + 1) + (most - part.shape[self.dim],)) for part in self.parts]
+        )
 
     @property
     def table(self) -> Tensor:
@@ -72,7 +82,14 @@ class Ragged:
     def _kind(self) -> Hashable:
         """Return the properties that a kernel assumes besides the table of addresses; a captured
         step can serve only sequences that share them."""
-        return self.dtype, self.dim, self.sizes.most, self.first.stride(-1), self.alignment, self.dense
+        return (
+            self.dtype,
+            self.dim,
+            self.sizes.most,
+            self.first.stride(-1),
+            self.alignment,
+            self.dense,
+        )
 
     @cached_property
     def alignment(self) -> int:
@@ -94,7 +111,9 @@ class Ragged:
     @cached_property
     def _places(self) -> list[tuple[int, int, int]]:
         size = self.dtype.itemsize
-        return [(part.data_ptr(), part.stride(1) * size, part.stride(2) * size) for part in self.parts]
+        return [
+            (part.data_ptr(), part.stride(1) * size, part.stride(2) * size) for part in self.parts
+        ]
 
     @property
     def first(self) -> Tensor:
@@ -112,7 +131,12 @@ class Ragged:
         if "whole" in vars(self):
             return tuple(self.whole.shape)
         first_shape = list(self.first.shape)
-        return (len(self.sizes), *first_shape[1 : self.dim], self.sizes.most, *first_shape[self.dim + 1 :])
+        return (
+            len(self.sizes),
+            *first_shape[1 : self.dim],
+            self.sizes.most,
+            *first_shape[self.dim + 1 :],
+        )
 
     @property
     def counts(self) -> Tensor:
@@ -135,7 +159,9 @@ class Ragged:
         """Return a view of entries `start` to `end` of each sequence in dimension `dim`; free slots
         get no entries."""
         live = len(self.parts) - (self.sizes.dead or 0)
-        firsts, lasts = (values_per_sequence(number, len(self.parts))[:live] for number in (start, end))
+        firsts, lasts = (
+            values_per_sequence(number, len(self.parts))[:live] for number in (start, end)
+        )
         spans = zip(self.parts[:live], firsts, lasts, strict=True)
         parts = [part.narrow(self.dim, first, last - first) for part, first, last in spans]
         parts += [part.narrow(self.dim, 0, 0) for part in self.parts[live:]]
@@ -143,7 +169,11 @@ class Ragged:
 
 
 def with_free_slots(
-    parts: Sequence[Tensor], dim: int = 2, dead: int | None = None, wider: int = 0, reader: torch.device | None = None
+    parts: Sequence[Tensor],
+    dim: int = 2,
+    dead: int | None = None,
+    wider: int = 0,
+    reader: torch.device | None = None,
 ) -> Ragged:
     """Combine the tensors [1 ...] of several sequences, followed by `dead` free slots, which fill a
     batch up to a fixed size: each gets memory of one entry that may be overwritten, and of `wider`
@@ -199,7 +229,9 @@ def appended(x: Tensor | Ragged, entry: int | PerSequence) -> Tensor:
     whole = filled(x)
     ones = [1] * (whole.dim() - 1)
     entries = (
-        entry.on(whole.device).view(-1, *ones) if isinstance(entry, PerSequence) else whole.new_full([1, *ones], entry)
+        entry.on(whole.device).view(-1, *ones)
+        if isinstance(entry, PerSequence)
+        else whole.new_full([1, *ones], entry)
     )
     entries = entries.expand(*whole.shape[:-1], 1)
     if not isinstance(x, Ragged):
@@ -284,7 +316,8 @@ def _joined(results: list[Any], numbers: Sequence[PerSequence]) -> Any:
     if results[0] is None:
         return None
     dead = next((number.dead for number in numbers if number.dead is not None), None)
-    joined, shapes = [*results, *[torch.zeros_like(results[0])] * (dead or 0)], {result.shape for result in results}
+    joined = [*results, *[torch.zeros_like(results[0])] * (dead or 0)]
+    shapes = {result.shape for result in results}
     if len(shapes) == 1:
         return torch.cat(joined)
     unequal = [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1]

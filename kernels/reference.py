@@ -37,7 +37,8 @@ class Segment(NamedTuple):
     v: Tensor  # [B G S D]
     rows: Tensor | None = None  # [B G K] or [B H K], indices into S, no repeats
     live: Tensor | None = None  # [1] or [B], int64
-    log_weights: Tensor | None = None  # fp32, [B G|H K] as `rows`, or [B G S] without `rows`; None: 0 everywhere
+    # fp32, [B G|H K] as `rows`, or [B G S] without `rows`; None: 0 everywhere
+    log_weights: Tensor | None = None
 
     @property
     def lists(self) -> tuple[int, int]:
@@ -56,7 +57,11 @@ class Segment(NamedTuple):
         if self.log_weights is None:
             return None
         shape, (lists, count) = self.log_weights.shape, self.lists
-        if shape[:2] == (self.k.shape[0], lists) and shape[2] >= count and self.log_weights.dtype == torch.float32:
+        if (
+            shape[:2] == (self.k.shape[0], lists)
+            and shape[2] >= count
+            and self.log_weights.dtype == torch.float32
+        ):
             return None
         return f"takes one log-weight in float32 per listed token, got {list(shape)} {self.log_weights.dtype}"
 
@@ -120,14 +125,18 @@ def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> T
 
 
 @by_sequence
-def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor]:
+def segment_attention_with_lse(
+    q: Tensor, segments: Sequence[Segment], scale: float
+) -> tuple[Tensor, Tensor]:
     """Attend from one token per sequence to the tokens of all segments under one softmax, and
     return the log-sum-exp of the softmax too, for `merge_attention`. q [B H 1 D] -> [B H 1 D],
     [B H] (fp32)"""
     batch, heads, _, dim = q.shape
     groups = max(s.lists[0] for s in segments)
     folded = q.view(batch, groups, heads // groups, dim)
-    logits = [s.without_missing(row_scores(folded, _parts(s, groups)[0]), float("-inf")) for s in segments]
+    logits = [
+        s.without_missing(row_scores(folded, _parts(s, groups)[0]), float("-inf")) for s in segments
+    ]
     scaled = [s.weighted(part * scale) for s, part in zip(segments, logits, strict=True)]
     lse = torch.cat(scaled, -1).logsumexp(-1).view(batch, heads)
     return segment_attention(q, segments, scale), lse
@@ -143,7 +152,9 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
     return (torch.stack(tuple(outs)).float() * shares).sum(0).to(outs[0].dtype)
 
 
-def merge_attention_with_lse(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def merge_attention_with_lse(
+    outs: Sequence[Tensor], lses: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
     """Merge attention over separate parts of the keys, as `merge_attention` does, and return the
     log-sum-exp of all of them too. -> [B H T D], and [B H T], or [B H] of one token, as in `lses`
     (fp32)"""
@@ -237,7 +248,9 @@ def _flat_index(x: Tensor, rows: Tensor) -> Tensor:
     of x."""
     batch, groups = rows.shape[:2]
     per_head = x.stride(1) // x.shape[3]
-    heads = torch.arange(0, batch * groups * per_head, per_head, device=rows.device).view(batch, groups, 1)
+    heads = torch.arange(0, batch * groups * per_head, per_head, device=rows.device).view(
+        batch, groups, 1
+    )
     return (rows + heads).view(-1)
 
 
@@ -290,7 +303,9 @@ def live_scores(q: Tensor, x: Tensor | Ragged, live: Tensor) -> tuple[Tensor | R
     return Ragged.filled_up(scores, x.sizes, 3) if isinstance(x, Ragged) else scores, tops
 
 
-def add_received(sums: Tensor, q: Tensor, k: Tensor | Ragged, lse: Tensor, scale: float, live: Tensor | None) -> None:
+def add_received(
+    sums: Tensor, q: Tensor, k: Tensor | Ragged, lse: Tensor, scale: float, live: Tensor | None
+) -> None:
     """Add the attention weights that one query of each sequence gives its first `live` tokens (all
     of them if None), summed over the query heads of each KV head, to the first S entries of `sums`
     [B G C] (fp32), in place. H2O (arXiv 2306.14048)
@@ -336,7 +351,9 @@ def channel_sums(q: Tensor, x: Tensor, channels: Tensor) -> tuple[Tensor, Tensor
 
 
 @by_sequence
-def channel_weights(q: Tensor, x: Tensor, channels: Tensor, scale: float, reduce: str, times: int) -> Tensor:
+def channel_weights(
+    q: Tensor, x: Tensor, channels: Tensor, scale: float, reduce: str, times: int
+) -> Tensor:
     """Turn the products of queries and keys in the chosen channels (`channel_scores`) into one
     softmax weight per KV head and token (`group_weights`), and repeat each `times` times, for the
     tokens of a page. q [B G g r], x [B G D S], channels [B G r] -> [B G S * times] (fp32)"""
@@ -357,7 +374,12 @@ def group_weights(logits: Tensor, scale: float, reduce: str) -> Tensor:
 
 @by_sequence
 def group_margins(
-    logits: Tensor, tops: Tensor | None, candidates: int, reach: float, most: int, read: Tensor | None = None
+    logits: Tensor,
+    tops: Tensor | None,
+    candidates: int,
+    reach: float,
+    most: int,
+    read: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Measure how far the first `candidates` of S tokens lie below the largest logit of their row.
     Of the query heads of a group the one where a token comes closest counts. InfiniGen (arXiv
@@ -375,7 +397,9 @@ def group_margins(
 def mean_counts(near: Tensor, most: int | PerSequence, read: Tensor | None) -> Tensor:
     """Return the mean over the KV heads of each sequence of how many tokens are `near` [B G],
     rounded down, from 1 to `most`, as [B]. Add it to `read` [B] if that is given."""
-    limit = most.on(near.device) if isinstance(most, PerSequence) else torch.full_like(near[:, 0], most)
+    limit = (
+        most.on(near.device) if isinstance(most, PerSequence) else torch.full_like(near[:, 0], most)
+    )
     counts = near.double().mean(1).long().clamp(min=1).minimum(limit)
     if read is not None:
         read += counts
@@ -392,7 +416,9 @@ def pq_scores(q: Tensor, centroids: Tensor, codes: Tensor) -> Tensor:
     split = q.reshape(batch, groups, -1, parts, width).permute(0, 1, 3, 4, 2)  # [B G m d' g]
     table = (centroids.float() @ split.float()).flatten(0, 3)  # a row per centroid, g wide
     first = torch.arange(0, table.shape[0], clusters, device=q.device).view(batch, groups, 1, parts)
-    picked = table.index_select(0, (codes + first).view(-1)).view(batch, groups, codes.shape[2], parts, -1)
+    picked = table.index_select(0, (codes + first).view(-1)).view(
+        batch, groups, codes.shape[2], parts, -1
+    )
     return picked.sum(3).transpose(2, 3)
 
 
@@ -413,7 +439,12 @@ def pq_held(codes: Tensor, clusters: int) -> Tensor:
 
 
 def pq_best(
-    q: Tensor, centroids: Tensor, codes: Tensor, held: Tensor, scale: float, count: int | PerSequence
+    q: Tensor,
+    centroids: Tensor,
+    codes: Tensor,
+    held: Tensor,
+    scale: float,
+    count: int | PerSequence,
 ) -> Tensor:
     """Find the `count` tokens with the largest weights that `pq_weights` computes from codes of two
     parts. q [B H 1 D], centroids [B G 2 C d'], codes [B G S 2] -> [B G count]
@@ -424,7 +455,9 @@ def pq_best(
 
 
 @by_sequence
-def rebuild_keys(u: Tensor, basis: Tensor, chunks: Tensor, size: int, cos: Tensor, sin: Tensor) -> Tensor:
+def rebuild_keys(
+    u: Tensor, basis: Tensor, chunks: Tensor, size: int, cos: Tensor, sin: Tensor
+) -> Tensor:
     """Rebuild the keys of chunks, each of `size` consecutive tokens, from low-rank factors, and
     rotate them.
 
@@ -434,17 +467,27 @@ def rebuild_keys(u: Tensor, basis: Tensor, chunks: Tensor, size: int, cos: Tenso
     positions = ops.token_rows(chunks, size)
     batch, groups, count = positions.shape
     cos, sin = cos.flatten(0, -2), sin.flatten(0, -2)
-    rows = gather_rows(u.unsqueeze(1), positions.reshape(batch, 1, groups * count)).unflatten(2, (groups, count))
-    plain = (rows.squeeze(1) @ basis).float().flatten(0, 1).unsqueeze(1)  # every KV head as a sequence of its own
+    rows = gather_rows(u.unsqueeze(1), positions.reshape(batch, 1, groups * count)).unflatten(
+        2, (groups, count)
+    )
+    # every KV head as a sequence of its own
+    plain = (rows.squeeze(1) @ basis).float().flatten(0, 1).unsqueeze(1)
     at = positions.flatten(0, 1)
-    return rotate(plain, cos[at].float(), sin[at].float()).unflatten(0, (batch, groups)).squeeze(2).to(u.dtype)
+    return (
+        rotate(plain, cos[at].float(), sin[at].float())
+        .unflatten(0, (batch, groups))
+        .squeeze(2)
+        .to(u.dtype)
+    )
 
 
 def likeliest_tokens(logits: Tensor, out: Tensor | None = None) -> Tensor:
     """Return the most likely token of each row of logits [B V], the first of equal ones, and below
     it 1 where the row holds neither NaN nor infinity (its sum is finite), else 0: [2 B] int64. NaN
     counts as the largest. The result is written to `out` if it is given."""
-    out = torch.empty(2, len(logits), dtype=torch.int64, device=logits.device) if out is None else out
+    out = (
+        torch.empty(2, len(logits), dtype=torch.int64, device=logits.device) if out is None else out
+    )
     out[0] = logits.argmax(-1)
     out[1] = logits.sum(-1, dtype=torch.float32).isfinite()
     return out

@@ -44,7 +44,9 @@ def rotate_to(x: Tensor, cos: Tensor, sin: Tensor, at: Tensor, dtype: torch.dtyp
     return rotate(x.float(), *turns).to(dtype)
 
 
-def unrotate(x: Tensor, cos: Tensor, sin: Tensor, by: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate) -> Tensor:
+def unrotate(
+    x: Tensor, cos: Tensor, sin: Tensor, by: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
+) -> Tensor:
     """Undo `rotate`, with `by`, a function that rotates as it does. It divides by cos^2 + sin^2,
     which is not one if RoPE scaling (YaRN) stretches both."""
     norm = cos.square() + sin.square()
@@ -58,7 +60,9 @@ def table_bytes(positions: int, width: int, entry_bytes: int) -> int:
     return nbytes if nbytes <= MOST_TABLE_BYTES else 0
 
 
-def rotate_by(x: Tensor, distance: int, rope: Callable[[Tensor], tuple[Tensor, Tensor]], text: int = 0) -> Tensor:
+def rotate_by(
+    x: Tensor, distance: int, rope: Callable[[Tensor], tuple[Tensor, Tensor]], text: int = 0
+) -> Tensor:
     """Rotate already rotated keys x [B G T D] further by `distance` positions; `rope` maps
     positions [P] to cos, sin. `text`: how many tokens long the text was whose length set their
     angles, if angles depend on it (dynamic NTK, LongRoPE), else 0.

@@ -39,7 +39,8 @@ def rotation(dim: int, seed: int, device: torch.device) -> Tensor:
         matrix = matrix * (2 * torch.randint(2, (dim,), generator=drawn) - 1) / sqrt(dim)
     else:
         matrix, upper = torch.linalg.qr(torch.randn(dim, dim, generator=drawn, dtype=torch.float64))
-        matrix = matrix * upper.diagonal().sign()  # else the decomposition's habits would show in the rotation
+        # else the decomposition's habits would show in the rotation
+        matrix = matrix * upper.diagonal().sign()
     return matrix.float().to(device)
 
 

@@ -44,11 +44,15 @@ def softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
     1"""
     if sink_logits is None:
         return logits.softmax(-1)
-    sink = sink_logits.view(*logits.shape[1:3], *[1] * (logits.dim() - 3)).expand(*logits.shape[:-1], 1)
+    sink = sink_logits.view(*logits.shape[1:3], *[1] * (logits.dim() - 3)).expand(
+        *logits.shape[:-1], 1
+    )
     return torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None) -> Tensor:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, sink_logits: Tensor | None
+) -> Tensor:
     """Attend from the last T of S tokens to all before them and themselves. q [B H T D], k, v
     [B G S D], sink_logits [H] or None -> [B H T D]"""
     if sink_logits is None:
@@ -67,7 +71,10 @@ def windowed_attention(
 
 
 def segment_attention(
-    q: Tensor, segments: Sequence[Segment | Codes | Rotated], scale: float, sink_logits: Tensor | None
+    q: Tensor,
+    segments: Sequence[Segment | Codes | Rotated],
+    scale: float,
+    sink_logits: Tensor | None,
 ) -> Tensor:
     """Attend from one token per sequence to the tokens of all segments, plain or coded, under one
     softmax. q [B H 1 D], sink_logits [H] or None -> [B H 1 D]"""
@@ -78,7 +85,10 @@ def segment_attention(
 
 
 def segment_attention_with_lse(
-    q: Tensor, segments: Sequence[Segment | Codes | Rotated], scale: float, sink_logits: Tensor | None
+    q: Tensor,
+    segments: Sequence[Segment | Codes | Rotated],
+    scale: float,
+    sink_logits: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attend from one token per sequence to the tokens of all segments, as `segment_attention`
     does, and return the log of the sum that the softmax divides by too. -> [B H 1 D], [B H]
@@ -87,17 +97,23 @@ def segment_attention_with_lse(
     return with_sink(out, lse, sink_logits), lse_with_sink(lse, sink_logits)
 
 
-def _attended(q: Tensor, segments: Sequence[Segment | Codes | Rotated], scale: float) -> tuple[Tensor, Tensor]:
+def _attended(
+    q: Tensor, segments: Sequence[Segment | Codes | Rotated], scale: float
+) -> tuple[Tensor, Tensor]:
     """Attend to all segments without a sink logit (no further term in the softmax), and return the
     log-sum-exp too. If some segments are codes (quantised keys and values), an operation of its own
     reads all; what is rotated is read by a rotated query. q [B H 1 D] -> [B H 1 D], [B H]"""
     unrotated = [segment for segment in segments if not isinstance(segment, Rotated)]
-    parts = [_attended_rotated(q, segment, scale) for segment in segments if isinstance(segment, Rotated)]
+    parts = [
+        _attended_rotated(q, segment, scale) for segment in segments if isinstance(segment, Rotated)
+    ]
     if unrotated:
         coded = not all(isinstance(segment, Segment) for segment in unrotated)
         attend = ops.coded_attention if coded else ops.segment_attention_with_lse
         parts.append(attend(q, unrotated, scale))
-    attended: tuple[Tensor, Tensor] = ops.merge_attention_with_lse(*zip(*parts, strict=True)) if parts[1:] else parts[0]
+    attended: tuple[Tensor, Tensor] = (
+        ops.merge_attention_with_lse(*zip(*parts, strict=True)) if parts[1:] else parts[0]
+    )
     return attended
 
 

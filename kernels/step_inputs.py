@@ -50,7 +50,8 @@ class StepInputs:
     def __init__(self) -> None:
         self.kinds: list[Hashable] = []
         self.tensors: list[Tensor] = []
-        self.read_memory = False  # an operation read a sequence's memory directly, not through a table of addresses
+        # an operation read a sequence's memory directly, not through a table of addresses
+        self.read_memory = False
 
     def add(self, kind: Hashable, tensor: Tensor) -> None:
         self.kinds.append((kind, tuple(tensor.shape), tensor.dtype, tensor.device))

@@ -26,7 +26,9 @@ class TemporaryFolder:
     this object, at the end of a `with` block, or with the process. Its name begins with `start`."""
 
     def __init__(self, start: str, parent: Path | None = None) -> None:
-        self.path, descriptor = _held(parent or Path(tempfile.gettempdir()), start, lambda path: path.mkdir(0o700))
+        self.path, descriptor = _held(
+            parent or Path(tempfile.gettempdir()), start, lambda path: path.mkdir(0o700)
+        )
         self.remove = finalize(self, _close, self.path, descriptor, os.getpid())
 
     def __enter__(self) -> Path:
@@ -40,7 +42,9 @@ class TemporaryFolder:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file for writing that replaces the file at `path` when the block ends
     without an error, so that readers see the old content or the new one, never a part."""
-    beside, descriptor = _held(path.parent, f".{path.name}.", lambda path: path.touch(exist_ok=False))
+    beside, descriptor = _held(
+        path.parent, f".{path.name}.", lambda path: path.touch(exist_ok=False)
+    )
     try:
         with open(beside, "wb") as file:
             yield file
@@ -61,7 +65,10 @@ def remove_abandoned(parent: Path) -> None:
     with suppress(OSError):
         for entry in list(os.scandir(parent)):
             with suppress(OSError):
-                if entry.name.endswith(ENDING) and entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+                if (
+                    entry.name.endswith(ENDING)
+                    and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
+                ):
                     _remove_unless_held(Path(entry.path))
 
 
@@ -81,7 +88,8 @@ def _held(parent: Path, start: str, make: Callable[[Path], None]) -> tuple[Path,
 
 
 def _remove_unless_held(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait for a writer
+    # a pipe would wait for a writer
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if _lock(descriptor) and _is_at(path, descriptor):
             shutil.rmtree(path) if path.is_dir() else path.unlink()

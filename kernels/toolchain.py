@@ -12,7 +12,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-_began = threading.local()  # `at`: when this thread began to compile a kernel, until the kernel is loaded
+# `at`: when this thread began to compile a kernel, until the kernel is loaded
+_began = threading.local()
 _compiled: list[tuple[float, float]] | None = None  # when each kernel was ready, and its seconds
 
 
@@ -40,7 +41,9 @@ def clock_compiling(runtime: Any) -> None:
 def compiled_s(since: float) -> float | None:
     """Return the seconds that Triton took in this process to make kernels ready (`clock_compiling`)
     after `since`, a time of `perf_counter`; None where it makes none."""
-    return None if _compiled is None else sum(seconds for ended, seconds in _compiled if ended > since)
+    return (
+        None if _compiled is None else sum(seconds for ended, seconds in _compiled if ended > since)
+    )
 
 
 @cache
@@ -56,10 +59,15 @@ def unfit() -> str | None:
 def compiler() -> str | None:
     """Return the path of the C compiler that Triton takes: CC if it is set, else gcc, else clang;
     None if there is none."""
-    return shutil.which(os.environ.get("CC") or "gcc") or (None if os.environ.get("CC") else shutil.which("clang"))
+    return shutil.which(os.environ.get("CC") or "gcc") or (
+        None if os.environ.get("CC") else shutil.which("clang")
+    )
 
 
 def headers() -> Path:
     """Return the path where Python.h should be, as Triton looks for it."""
     scheme = sysconfig.get_default_scheme()
-    return Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]) / "Python.h"
+    return (
+        Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
+        / "Python.h"
+    )

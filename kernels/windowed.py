@@ -12,7 +12,9 @@ _QUERIES_AT_ONCE = 256  # fewer where all heads together would have more than _W
 _WEIGHTS_AT_ONCE, _LEAST_QUERIES = 1 << 22, 16
 
 
-def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int) -> tuple[Tensor, Tensor]:
+def windowed_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int
+) -> tuple[Tensor, Tensor]:
     """Attend from queries that each see the last `window` keys only: query t of T sees those up to
     key `first` + t. Return the attention, and the log of the sum that each softmax divides by, for
     `merge_attention`. A query that sees no key gets 0 and minus infinity.
@@ -22,13 +24,17 @@ def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int
     for logits, _, keys in _blocks(q, k, scale, first, window):
         lse = logits.logsumexp(-1)
         weights = logits.sub_(lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
-        folded = weights.view(q.shape[0], v.shape[1], logits.shape[1] * logits.shape[2] // v.shape[1], logits.shape[3])
+        folded = weights.view(
+            q.shape[0], v.shape[1], logits.shape[1] * logits.shape[2] // v.shape[1], logits.shape[3]
+        )
         outs.append((folded @ v[:, :, keys].float()).view(*logits.shape[:3], -1).to(v.dtype))
         lses.append(lse)
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
-def windowed_sums(q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, window: int) -> Tensor:
+def windowed_sums(
+    q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, window: int
+) -> Tensor:
     """Sum the softmax weights that each key receives from all queries that see it, as in
     `windowed_attention`: query t sees the last `window` keys up to key `first` + t. Each softmax
     divides by exp(lse), so it may also cover keys that are not in k.
@@ -40,7 +46,9 @@ def windowed_sums(q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, w
     return sums
 
 
-def _blocks(q: Tensor, k: Tensor, scale: float, first: int, window: int) -> Iterator[tuple[Tensor, slice, slice]]:
+def _blocks(
+    q: Tensor, k: Tensor, scale: float, first: int, window: int
+) -> Iterator[tuple[Tensor, slice, slice]]:
     """Yield for one block of queries after the other: their scaled logits [B H t s] (fp32), the
     slice of the t queries, and the slice of the s keys that some of them see. Query t sees the last
     `window` keys up to key `first` + t; other logits are minus infinity.
@@ -49,7 +57,9 @@ def _blocks(q: Tensor, k: Tensor, scale: float, first: int, window: int) -> Iter
     overwrite the logits: they are most of the memory that is taken here."""
     (batch, heads, new, dim), (groups, stored) = q.shape, k.shape[1:3]
     keys_at_most = max(1, min(window + _QUERIES_AT_ONCE, stored))
-    at_once = min(_QUERIES_AT_ONCE, max(_LEAST_QUERIES, _WEIGHTS_AT_ONCE // (batch * heads * keys_at_most)))
+    at_once = min(
+        _QUERIES_AT_ONCE, max(_LEAST_QUERIES, _WEIGHTS_AT_ONCE // (batch * heads * keys_at_most))
+    )
     for start in range(0, new, at_once):
         queries = slice(start, min(start + at_once, new))
         places = first + torch.arange(new, device=q.device)[queries]

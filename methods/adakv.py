@@ -38,7 +38,8 @@ class AdaKeep(SnapKeep, capturable=True, of_each={}):
     def evict(self, size: int) -> None:
         groups, window = self.spec.num_kv_heads, self.method.window
         heads = self._votes_per_head()
-        votes, lengths = pad_sequence(heads, batch_first=True, padding_value=float("-inf")), [*map(len, heads)]
+        votes = pad_sequence(heads, batch_first=True, padding_value=float("-inf"))
+        lengths = [*map(len, heads)]
         counts: list[int] = []
         for first in range(0, len(heads), groups):
             of_sequence = slice(first, first + groups)
@@ -46,10 +47,18 @@ class AdaKeep(SnapKeep, capturable=True, of_each={}):
         kept = PerSequence(counts)  # a head's votes stand where a sequence's scores do
         best = filled(ops.top_k(votes.unsqueeze(1), kept)).squeeze(1)
         beyond = torch.arange(kept.most, device=votes.device) >= kept.on(votes.device).unsqueeze(1)
-        ends = PerSequence(lengths).on(votes.device).unsqueeze(1) if len({*lengths}) > 1 else lengths[0]
+        ends = (
+            PerSequence(lengths).on(votes.device).unsqueeze(1)
+            if len({*lengths}) > 1
+            else lengths[0]
+        )
         last = (ends + torch.arange(window, device=votes.device)).expand(len(heads), -1)
-        rows = torch.cat([best.masked_fill(beyond, votes.shape[1] + window), last], 1).sort(1).values
-        self.layer.retain_per_head([row[: count + window] for row, count in zip(rows, counts, strict=True)])
+        rows = (
+            torch.cat([best.masked_fill(beyond, votes.shape[1] + window), last], 1).sort(1).values
+        )
+        self.layer.retain_per_head(
+            [row[: count + window] for row, count in zip(rows, counts, strict=True)]
+        )
 
     def shares(self, votes: Tensor, lengths: Sequence[int], each: int) -> list[int]:
         """Return how many of its tokens before the window each KV head keeps, given their votes
@@ -58,7 +67,9 @@ class AdaKeep(SnapKeep, capturable=True, of_each={}):
         waits for the device once."""
         if self.method.normalize:
             known = votes.clamp(min=0)
-            votes = votes * (known.topk(min(each, known.shape[1])).values.sum(1) / known.sum(1)).unsqueeze(1)
+            votes = votes * (
+                known.topk(min(each, known.shape[1])).values.sum(1) / known.sum(1)
+            ).unsqueeze(1)
         best = ops.top_k(votes.view(1, 1, -1), each * len(votes))[0, 0]
         owners = torch.arange(len(votes), device=votes.device).unsqueeze(1)
         won, floor = (best // votes.shape[1] == owners).sum(1).tolist(), self.method.floor
@@ -93,7 +104,9 @@ class AdaKV(SnapKV):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.floor <= 1:
-            raise ValueError(f"floor={self.floor} is not a part of the even share: give 0 to 1, 0.2 in the paper.")
+            raise ValueError(
+                f"floor={self.floor} is not a part of the even share: give 0 to 1, 0.2 in the paper."
+            )
         if self.select_per != "kv_head":
             raise ValueError("Ada-KV gives budgets to KV heads: leave select_per=kv_head.")
 

@@ -66,7 +66,9 @@ class Budget:
                 "all."
             )
         if self.mass is not None and not 0 < self.mass <= 1:
-            raise BudgetError(f"budget_mass={self.mass} is no share: give a number above 0 and up to 1, like 0.95.")
+            raise BudgetError(
+                f"budget_mass={self.mass} is no share: give a number above 0 and up to 1, like 0.95."
+            )
 
     def most_generated(self, layer: int) -> int | None:
         """Return the most generated tokens that a KV head of layer number `layer` keeps; None for
@@ -78,7 +80,9 @@ class Budget:
         may read: at least one, at most all."""
         if layer in self.dense_layers:
             return sealed
-        return min(sealed, self.asked if isinstance(self.asked, int) else max(1, int(self.asked * sealed)))
+        return min(
+            sealed, self.asked if isinstance(self.asked, int) else max(1, int(self.asked * sealed))
+        )
 
     def rows(self, sealed: int, layer: int) -> int | None:
         """Return how many rows a KV head of layer number `layer` may hold, prompt and answer
@@ -86,7 +90,9 @@ class Budget:
         of `sealed` tokens. A share is a share of the prompt; a share of 1 gives None: any number."""
         if (tokens := self.tokens(sealed, layer)) < sealed:
             return tokens
-        return self.asked if isinstance(self.asked, int) and layer not in self.dense_layers else None
+        return (
+            self.asked if isinstance(self.asked, int) and layer not in self.dense_layers else None
+        )
 
     def prunes(self, layer: int) -> bool:
         """Return whether layer number `layer` reads only those of its chosen tokens that carry `mass`."""

@@ -42,7 +42,9 @@ class Full(Method):
         return self.offload
 
     def cost(self, case: LayerWorkload) -> Cost:
-        return costs.dense(case) + costs.sent_away(case, case.sealed if self.offload else 0, case.sealed)
+        return costs.dense(case) + costs.sent_away(
+            case, case.sealed if self.offload else 0, case.sealed
+        )
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         if not self.offload:
@@ -70,7 +72,9 @@ class OffloadedLayer(Layer, capturable=True):
         self.send_for()
         following = self.following()
         # a captured step leaves nothing on its way: the first layer's prompt comes in the step that reads it
-        if following is not None and not (self.cache.counters.running and following.spec.index <= self.spec.index):
+        if following is not None and not (
+            self.cache.counters.running and following.spec.index <= self.spec.index
+        ):
             following.send_for()
         return super().decode(x)
 

@@ -41,10 +41,13 @@ class H2OKeep(Keep, capturable=True, of_each={"received": Padded(2)}):
     def bind(self, layer: Storage) -> None:
         super().bind(layer)
         shape = (self.request.batch, self.spec.num_kv_heads, self.request.capacity)
-        self.received = torch.zeros(shape, device=self.request.device)  # [B G C], attention per stored token
+        # [B G C], attention per stored token
+        self.received = torch.zeros(shape, device=self.request.device)
 
     def observe(self, x: AttnInput) -> None:
-        self._count(sink_logits.column_sums(x.q, self.store.k, self.spec.scale, self.spec.sink_logits))
+        self._count(
+            sink_logits.column_sums(x.q, self.store.k, self.spec.scale, self.spec.sink_logits)
+        )
 
     def prefill(self, x: AttnInput) -> Tensor:
         out, sums = sink_logits.causal_attention_with_column_sums(
@@ -55,7 +58,9 @@ class H2OKeep(Keep, capturable=True, of_each={"received": Padded(2)}):
 
     def decode(self, x: AttnInput) -> Tensor:
         stored = self._stored()
-        out, lse = sink_logits.segment_attention_with_lse(x.q, [stored], self.spec.scale, self.spec.sink_logits)
+        out, lse = sink_logits.segment_attention_with_lse(
+            x.q, [stored], self.spec.scale, self.spec.sink_logits
+        )
         ops.add_received(self.received, x.q, stored.k, lse, self.spec.scale, stored.live)
         return out
 
@@ -71,7 +76,9 @@ class H2OKeep(Keep, capturable=True, of_each={"received": Padded(2)}):
 
     def together_refusal(self) -> str | None:
         coded = self.layer.far is not None
-        return "H2O decodes for one sequence after the other" if coded else super().together_refusal()
+        return (
+            "H2O decodes for one sequence after the other" if coded else super().together_refusal()
+        )
 
     def _count(self, sums: Tensor) -> None:
         """Add the attention that the stored tokens received in this call. sums [B H S], summed here
@@ -87,7 +94,9 @@ class H2OKeep(Keep, capturable=True, of_each={"received": Padded(2)}):
         middle = self.received[..., plan.sinks : self.store.length - plan.local]
         rows = between_ends(ops.top_k(middle, plan.top), plan, self.store.length)
         kept = self.received.gather(2, rows)
-        self.received = kept.new_zeros(*kept.shape[:2], size + self.request.capacity - self.layer.seen)
+        self.received = kept.new_zeros(
+            *kept.shape[:2], size + self.request.capacity - self.layer.seen
+        )
         self.received[..., :size] = kept
         return rows
 
@@ -131,7 +140,9 @@ class H2O(Windowed):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.compensation not in EXTRA:
-            raise ValueError(f"compensation={self.compensation!r} is unknown: choose one of {', '.join(EXTRA)}.")
+            raise ValueError(
+                f"compensation={self.compensation!r} is unknown: choose one of {', '.join(EXTRA)}."
+            )
 
     def kept(self, case: LayerWorkload) -> int:
         """Return how many prompt tokens stay in each KV head of the layer that `case` describes."""
@@ -140,12 +151,16 @@ class H2O(Windowed):
 
     def cost(self, case: LayerWorkload) -> Cost:
         kept = self.kept(case)
-        return costs.evict(case, kept) + Cost(costs.FP32 * case.spec.num_kv_heads * (kept + case.reserve))
+        return costs.evict(case, kept) + Cost(
+            costs.FP32 * case.spec.num_kv_heads * (kept + case.reserve)
+        )
 
     def at_communication(self, share: float, head_dim: int) -> H2O:
         """Return H2O(C), which keeps 1/128 of the prompt beyond the budget: so the paper of PQCache
         (arXiv 2407.12820) compensates H2O, which moves nothing to choose tokens, for the `share` of
         the key cache that other methods move in each step."""
         if share != 1 / 128:
-            raise CostError(f"comm={share} has no H2O(C): the paper compensates comm=0.0078125 (1/128) alone.")
+            raise CostError(
+                f"comm={share} has no H2O(C): the paper compensates comm=0.0078125 (1/128) alone."
+            )
         return replace(self, compensation="literal") if self.compensation == "none" else self

@@ -88,12 +88,15 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
 
     diagnostics = (*Pooled.diagnostics, "counts", "read_in_steps")
     method: InfiniGen
-    followers: tuple[Follower, ...] = ()  # policies of the next layer: for several sequences, one for all or one each
+    # policies of the next layer: for several sequences, one for all or one each
+    followers: tuple[Follower, ...] = ()
     basis: Tensor  # [B G D d'], the chosen columns of A
     partial: GrowingRows  # [B G C d'], skewed keys of all tokens, those of the prompt first
     guessed: Fetched | None = None  # rows and counts for the current step
-    counts: Tensor  # [B], n' of each sequence: so many of its `rows` [B G max n'], which stand best first, are read
-    read_in_steps: Tensor | None = None  # [B], prompt tokens read in joint steps of several sequences
+    # [B], n' of each sequence: so many of its `rows` [B G max n'], which stand best first, are read
+    counts: Tensor
+    # [B], prompt tokens read in joint steps of several sequences
+    read_in_steps: Tensor | None = None
     like_before = True  # the layer before rotates as this one does
     all_alike = True  # all layers do
 
@@ -108,7 +111,10 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         chosen = largest(self.query_mass, width)
         if self.method.column_rule == "union":
             chosen |= largest(column_mass(keys, self.spec.num_kv_heads, self._skew), width)
-        columns = skewed(torch.eye(self.spec.head_dim, device=keys.device).expand(*keys.shape[:2], -1, -1), self._skew)
+        columns = skewed(
+            torch.eye(self.spec.head_dim, device=keys.device).expand(*keys.shape[:2], -1, -1),
+            self._skew,
+        )
         self.basis = narrowed(columns, chosen).to(keys.dtype)
         self.partial = GrowingRows(self.cache, keys @ self.basis, self.request.capacity)
         if self.slots is not None:
@@ -143,12 +149,16 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         (logits, tops), limit = self.partial.scores(query), cast(int | PerSequence, self.plan.top)
         if self.pool is not None:
             logits, tops = self.present(logits), None
-        ranks, counts = ops.group_margins(logits, tops, self.sealed, self.method.alpha, limit, self.read_in_steps)
+        ranks, counts = ops.group_margins(
+            logits, tops, self.sealed, self.method.alpha, limit, self.read_in_steps
+        )
         if self.method.group_rank == "prob_sum":
             weights = ops.group_weights(leading(logits, self.sealed), 1.0, "sum")
             ranks = weights if isinstance(weights, Ragged) else self.present(weights)
         if not self._reads_counts:
-            counted = CountedOnDevice(counts, limit.most if isinstance(limit, PerSequence) else limit)
+            counted = CountedOnDevice(
+                counts, limit.most if isinstance(limit, PerSequence) else limit
+            )
             return filled(ops.top_k(ranks, counted)), counts
         rows: Tensor = ops.top_k(ranks, int(counts.max()))
         if len(counts) > 1:
@@ -198,7 +208,11 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         return super().fetch(rows)
 
     def _send_for(self, rows: Tensor, counts: Tensor) -> None:
-        unread = None if self._reads_counts else torch.where(leading_columns(rows, counts), -1, 0).expand(rows.shape)
+        unread = (
+            None
+            if self._reads_counts
+            else torch.where(leading_columns(rows, counts), -1, 0).expand(rows.shape)
+        )
         self.send_for(rows, unread)
 
     def attend(self, q: Tensor, *segments: Segment) -> Tensor:
@@ -206,15 +220,24 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         sequence reads only as many as its count says."""
         if self.plan is None or (self._reads_counts and len(self.counts) == 1):
             return super().attend(q, *segments)
-        fetched = self.layer.far is not None  # the chosen rows are then the first segment, else those with `rows`
-        chosen = (segment.rows is not None or (fetched and not place) for place, segment in enumerate(segments))
-        limited = (x._replace(live=self.counts) if own else x for x, own in zip(segments, chosen, strict=True))
+        # the chosen rows are then the first segment, else those with `rows`
+        fetched = self.layer.far is not None
+        chosen = (
+            segment.rows is not None or (fetched and not place)
+            for place, segment in enumerate(segments)
+        )
+        limited = (
+            x._replace(live=self.counts) if own else x
+            for x, own in zip(segments, chosen, strict=True)
+        )
         return super().attend(q, *limited)
 
     def bind(self, layer: Storage) -> None:
         super().bind(layer)
         self.guesses = not self.request.covers_all(self.spec.index)
-        shape = (self.request.batch, self.spec.num_kv_heads, self.spec.head_dim) if self.guesses else 0
+        shape = (
+            (self.request.batch, self.spec.num_kv_heads, self.spec.head_dim) if self.guesses else 0
+        )
         self.query_mass = torch.zeros(shape, device=self.request.device)  # sum of |q A|
 
     def observe(self, x: AttnInput) -> None:
@@ -260,7 +283,8 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         self.query_mass.copy_(state["query_mass"])
 
     def together_refusal(self) -> str | None:
-        if not self.all_alike:  # a guess then needs the positions, which each sequence has for itself
+        # a guess then needs the positions, which each sequence has for itself
+        if not self.all_alike:
             return "some layers do not rotate, and others guess for them"
         return super().together_refusal()
 
@@ -274,8 +298,14 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         sequence after the other. `joint`: the id of a member's policy -> the joint policy that
         steps instead of it."""
         if self.plan is not None:
-            self.read_in_steps = torch.zeros(self.request.batch, dtype=torch.int64, device=self.request.device)
-        reads = [follower.read for member in members for follower in cast(InfiniGenRead, member).followers]
+            self.read_in_steps = torch.zeros(
+                self.request.batch, dtype=torch.int64, device=self.request.device
+            )
+        reads = [
+            follower.read
+            for member in members
+            for follower in cast(InfiniGenRead, member).followers
+        ]
         places = {id(joint.get(id(read), read)): joint.get(id(read), read) for read in reads}
         if len(places) < 2:
             self.followers = tuple(Follower(cast(InfiniGenRead, read)) for read in places.values())
@@ -290,7 +320,8 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
             assert isinstance(member, InfiniGenRead)
             if self.rows is not None and member.plan is not None:
                 member.rows = self.rows[own, ..., : member.plan.top]
-            member.counts, member.read_in_steps = self.counts[own].clone(), self.read_in_steps[own].clone()
+            member.counts = self.counts[own].clone()
+            member.read_in_steps = self.read_in_steps[own].clone()
             self.read_in_steps[own] = 0
 
     @property
@@ -311,7 +342,8 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
     def check_choice(self, rows: Tensor, top: int | None) -> None:
         """Raise `ReturnedError` unless each head's chosen `rows` are different tokens of the
         prompt. Rows beyond a sequence's count are not read and may be any."""
-        given, choosing = f"{type(self).__name__}.select returned", (self.spec.num_kv_heads, self.spec.num_heads)
+        given = f"{type(self).__name__}.select returned"
+        choosing = (self.spec.num_kv_heads, self.spec.num_heads)
         self.layer.check_rows(given, self.selected_rows(), self.sealed, heads=choosing, gaps=True)
 
     def selected_rows(self) -> Tensor | None:
@@ -330,7 +362,11 @@ class InfiniGen(PooledMethod):
     asks_ahead: ClassVar[bool] = True
     takes: ClassVar[Takes] = {KeptCodec: None}
     needs = (ROTATION, QUERIES)
-    tunable: ClassVar[Grids] = {"alpha": (4, 8, 16, 99), "partial_ratio": (0.1, 0.2, 0.4, 1), "column_rule": ("query",)}
+    tunable: ClassVar[Grids] = {
+        "alpha": (4, 8, 16, 99),
+        "partial_ratio": (0.1, 0.2, 0.4, 1),
+        "column_rule": ("query",),
+    }
     alpha: float = 5.0
     partial_ratio: float = 0.2
     dense_layers: tuple[int, ...] = (0, 1)
@@ -344,14 +380,25 @@ class InfiniGen(PooledMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.alpha < 0:
-            raise ValueError(f"alpha={self.alpha} is negative: it is a distance below the largest logit, 4 to 5.")
+            raise ValueError(
+                f"alpha={self.alpha} is negative: it is a distance below the largest logit, 4 to 5."
+            )
         if not 0 < self.partial_ratio <= 1:
-            raise ValueError(f"partial_ratio={self.partial_ratio} must be a share of columns, above 0 and up to 1.")
+            raise ValueError(
+                f"partial_ratio={self.partial_ratio} must be a share of columns, above 0 and up to 1."
+            )
         if 0 not in self.dense_layers:
-            raise ValueError(f"dense_layers={self.dense_layers} must hold 0: no layer before it could guess for it.")
+            raise ValueError(
+                f"dense_layers={self.dense_layers} must hold 0: no layer before it could guess for it."
+            )
         if self.calibration_tokens < 1:
-            raise ValueError(f"calibration_tokens={self.calibration_tokens} must be at least 1, 2048 in the paper.")
-        for name, choices in (("column_rule", ("query", "union")), ("group_rank", ("margin_max", "prob_sum"))):
+            raise ValueError(
+                f"calibration_tokens={self.calibration_tokens} must be at least 1, 2048 in the paper."
+            )
+        for name, choices in (
+            ("column_rule", ("query", "union")),
+            ("group_rank", ("margin_max", "prob_sum")),
+        ):
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"{name}={value!r} is unknown: choose {' or '.join(choices)}.")
 

@@ -58,8 +58,10 @@ class InfLLMRead(Select, capturable=True):
     representatives: Tensor  # [B H N D], of the blocks
     blocks = 0  # blocks filled so far
     n_local = 0  # length of the window
-    far_k: Tensor  # [B G F D], rotated to position 0: first tokens, then tokens after the blocks that left the window
-    far_end = 0  # position of the first token that has not left the window; the room after it is for the others
+    # [B G F D], rotated to position 0: first tokens, then tokens after the blocks that left the window
+    far_k: Tensor
+    # position of the first token that has not left the window; the room after it is for the others
+    far_end = 0
 
     def select(self, q: Tensor, top: int) -> Tensor:
         """Return the tokens of the best blocks, `top` tokens in all and the same for all KV heads,
@@ -67,13 +69,16 @@ class InfLLMRead(Select, capturable=True):
         of queries q [B H T D], summed over heads."""
         scores = ops.row_scores(q.mean(2, keepdim=True), self.representatives).sum((1, 2))
         best = ops.top_k(scores, top // self.method.block).unsqueeze(1)
-        rows: Tensor = ops.token_rows(best.expand(-1, self.spec.num_kv_heads, -1), self.method.block)
+        rows: Tensor = ops.token_rows(
+            best.expand(-1, self.spec.num_kv_heads, -1), self.method.block
+        )
         return rows
 
     def _fill_blocks(self, seen: int) -> None:
         """Make blocks of tokens that have left the window, as soon as there are enough for one:
         move their keys to position 0 and compute their representatives. `seen`: tokens so far."""
-        size, filled = self.method.block, (seen - self.n_local - self.method.n_init) // self.method.block
+        size = self.method.block
+        filled = (seen - self.n_local - self.method.n_init) // self.method.block
         if filled <= self.blocks:
             return
         start, end = (self.method.n_init + count * size for count in (self.blocks, filled))
@@ -89,7 +94,9 @@ class InfLLMRead(Select, capturable=True):
         tokens, first = self.layer.spendable(), x.start
         # everything is local while the text is short
         self.n_local, reads = (self.layer.seen, 0) if tokens is None else self.method.spend(tokens)
-        out = torch.empty_like(x.q.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+        out = torch.empty_like(
+            x.q.transpose(1, 2), memory_format=torch.contiguous_format
+        ).transpose(1, 2)
         block = min(self.method.exc_block, self.n_local)
         for q, block_out in zip(x.q.split(block, dim=2), out.split(block, dim=2), strict=True):
             far_q = self._far_query(q, first)
@@ -106,7 +113,8 @@ class InfLLMRead(Select, capturable=True):
         [B H T D] at positions from `first` on; far_q: the same queries rotated for tokens outside
         the window."""
         end, scale = first + q.shape[2], self.spec.scale
-        outside = self._after if self.blocks else 0  # from there on, tokens are in no block and are no first tokens
+        # from there on, tokens are in no block and are no first tokens
+        outside = self._after if self.blocks else 0
         far_end = end - self.n_local  # tokens before it are far, at least from the last query
         near = max(outside, first - self.n_local + 1)
         k, v = self.store.k[:, :, near:end], self.store.v[:, :, near:end]
@@ -115,15 +123,28 @@ class InfLLMRead(Select, capturable=True):
             n_init, every_v = self.method.n_init, self.store.v
             keys, values = self._moved(0, n_init), every_v[:, :, :n_init]
             if self.rows is not None:
-                blocks = [ops.gather_rows(side[:, :, n_init:], self.rows) for side in (self.store.k, every_v)]
+                blocks = [
+                    ops.gather_rows(side[:, :, n_init:], self.rows)
+                    for side in (self.store.k, every_v)
+                ]
                 keys, values = torch.cat([keys, blocks[0]], 2), torch.cat([values, blocks[1]], 2)
-            parts.append(ops.windowed_attention(far_q, keys, values, scale, keys.shape[2], end + keys.shape[2]))
+            parts.append(
+                ops.windowed_attention(
+                    far_q, keys, values, scale, keys.shape[2], end + keys.shape[2]
+                )
+            )
         if far_end > outside:
             keys, values = self._moved(outside, far_end), self.store.v[:, :, outside:far_end]
-            parts.append(ops.windowed_attention(far_q, keys, values, scale, first - self.n_local - outside, end))
+            parts.append(
+                ops.windowed_attention(
+                    far_q, keys, values, scale, first - self.n_local - outside, end
+                )
+            )
         outs, lses = zip(*parts, strict=True)
         lse, sinks = torch.stack(lses).logsumexp(0), self.spec.sink_logits
-        drawn = ops.windowed_sums(q, k, lse_with_sink(lse, sinks), scale, first - near, self.n_local)
+        drawn = ops.windowed_sums(
+            q, k, lse_with_sink(lse, sinks), scale, first - near, self.n_local
+        )
         self.mass[:, :, near:end] += drawn
         return with_sink(ops.merge_attention(outs, lses) if len(parts) > 1 else outs[0], lse, sinks)
 
@@ -175,7 +196,9 @@ class InfLLMRead(Select, capturable=True):
         self.sparse = not request.covers_all(spec.index)
         room = request.capacity if self.sparse else 0
         self.mass = torch.zeros(*shape, room, device=request.device)
-        self.representatives = torch.empty(*shape, 0, spec.head_dim, dtype=request.dtype, device=request.device)
+        self.representatives = torch.empty(
+            *shape, 0, spec.head_dim, dtype=request.dtype, device=request.device
+        )
 
     def _far_query(self, q: Tensor, first: int) -> Tensor:
         """Rotate queries [B H T D], at positions from `first` on, as if they stood n_local - 1
@@ -196,13 +219,18 @@ class InfLLMRead(Select, capturable=True):
             self.far_end = window
 
     def _far(self, rows: Tensor) -> list[Segment]:
-        first, after, counters, v = self.method.n_init, self._after - self.layer.away, self.cache.counters, self.store.v
+        first = self.method.n_init
+        after = self._after - self.layer.away
+        counters = self.cache.counters
+        v = self.store.v
         blocks = self.middle()._replace(rows=rows) if self.layer.far is None else self.fetch(rows)
         left = self.far_end - self._after
         if counters.running:
             room = self.far_k.shape[2] - first
             live = counters.tensor(left, self.far_k.device)
-            others = Segment(self.far_k[:, :, first:], self.store.v_rows[:, :, after : after + room], live=live)
+            others = Segment(
+                self.far_k[:, :, first:], self.store.v_rows[:, :, after : after + room], live=live
+            )
         else:
             others = Segment(self.far_k[:, :, first : first + left], v[:, :, after : after + left])
         return [Segment(self.far_k[:, :, :first], v[:, :, :first]), blocks, others]
@@ -213,13 +241,17 @@ class InfLLMRead(Select, capturable=True):
         if not self.cache.counters.running:
             return self.store.since(first)
         rows = self._positions(first, first + self.n_local)
-        return Segment(self.store.k_rows.index_select(2, rows), self.store.v_rows.index_select(2, rows))
+        return Segment(
+            self.store.k_rows.index_select(2, rows), self.store.v_rows.index_select(2, rows)
+        )
 
     def _moved(self, start: int, end: int) -> Tensor:
         """Return the keys of the tokens from position `start` to `end`, rotated as if they all
         stood at position 0. They must be in the store and not in blocks on the host."""
         positions = self._positions(start, end)
-        keys = self.store.k_rows.index_select(2, positions - self.layer.away if start else positions)
+        keys = self.store.k_rows.index_select(
+            2, positions - self.layer.away if start else positions
+        )
         return self.rope_table.move(keys, positions, 0)
 
     def _positions(self, start: int, end: int) -> Tensor:
@@ -231,15 +263,23 @@ class InfLLMRead(Select, capturable=True):
         those of blocks are stored at 0."""
         seen = self._positions(0, self.layer.seen)
         rotated = torch.where((seen >= self.method.n_init) & (seen < self._after), 0, seen)
-        return {"mass": self.mass[..., : self.layer.seen], "representatives": self.representatives, "rotated": rotated}
+        return {
+            "mass": self.mass[..., : self.layer.seen],
+            "representatives": self.representatives,
+            "rotated": rotated,
+        }
 
     def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
-        return {"mass": ends(state["mass"], first, last), "representatives": state["representatives"][:, :, :0]}
+        return {
+            "mass": ends(state["mass"], first, last),
+            "representatives": state["representatives"][:, :, :0],
+        }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.rope_table.note_past(self.spec, self.layer.seen)
         self.mass[..., : state["mass"].shape[2]] = state["mass"]
-        self.representatives, self.blocks = state["representatives"], state["representatives"].shape[2]
+        self.representatives = state["representatives"]
+        self.blocks = state["representatives"].shape[2]
 
     def count_replayed(self, steps: int) -> None:
         super().count_replayed(steps)
@@ -251,7 +291,9 @@ def representatives(keys: Tensor, drawn: Tensor, block: int, top: int) -> Tensor
     drew the most attention.
 
     keys [B G N*block D], drawn (their attention) [B H N*block] -> [B H N D]"""
-    per_head = keys.unflatten(2, (-1, block)).repeat_interleave(drawn.shape[1] // keys.shape[1], dim=1)
+    per_head = keys.unflatten(2, (-1, block)).repeat_interleave(
+        drawn.shape[1] // keys.shape[1], dim=1
+    )
     best = drawn.unflatten(2, (-1, block)).topk(top).indices
     return per_head.gather(3, best.unsqueeze(-1).expand(*best.shape, keys.shape[3])).mean(3)
 
@@ -266,7 +308,12 @@ class InfLLM(Method):
     dense_prefill: ClassVar[bool] = False
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "n_init", "recent_ratio": "local_ratio"}
     needs = (ROTATION,)
-    tunable: ClassVar[Grids] = {"n_init": (4, 64), "block": (8, 32), "local_ratio": (0.25, 0.75), "repr_topk": (1, 8)}
+    tunable: ClassVar[Grids] = {
+        "n_init": (4, 64),
+        "block": (8, 32),
+        "local_ratio": (0.25, 0.75),
+        "repr_topk": (1, 8),
+    }
 
     n_init: int = 32
     block: int = 16
@@ -276,13 +323,21 @@ class InfLLM(Method):
 
     def __post_init__(self) -> None:
         if self.n_init < 0:
-            raise ValueError(f"n_init={self.n_init} is negative: give the number of first tokens that are always read.")
+            raise ValueError(
+                f"n_init={self.n_init} is negative: give the number of first tokens that are always read."
+            )
         if self.block < 1 or self.exc_block < 1:
-            raise ValueError(f"block={self.block} and exc_block={self.exc_block} must be at least 1: they are tokens.")
+            raise ValueError(
+                f"block={self.block} and exc_block={self.exc_block} must be at least 1: they are tokens."
+            )
         if not 0 < self.local_ratio < 1:
-            raise ValueError(f"local_ratio={self.local_ratio} must leave room for window and blocks: between 0 and 1.")
+            raise ValueError(
+                f"local_ratio={self.local_ratio} must leave room for window and blocks: between 0 and 1."
+            )
         if not 1 <= self.repr_topk <= self.block:
-            raise ValueError(f"repr_topk={self.repr_topk} must lie in 1..{self.block}, the tokens of a block.")
+            raise ValueError(
+                f"repr_topk={self.repr_topk} must lie in 1..{self.block}, the tokens of a block."
+            )
 
     @property
     def smallest_budget(self) -> int:
@@ -305,15 +360,19 @@ class InfLLM(Method):
 
     def cost(self, case: LayerWorkload) -> Cost:
         spec, sparse = case.spec, case.budget < case.sealed
-        shared = costs.rope_table(case) + Cost(costs.FP32 * spec.num_heads * case.capacity * sparse)  # weights drawn
+        # weights drawn
+        shared = costs.rope_table(case) + Cost(costs.FP32 * spec.num_heads * case.capacity * sparse)
         if self.reads_whole(case):
             return costs.dense(case) + shared
         blocks = (case.sealed - self.n_init - self.spend(case.budget)[0]) // self.block
         local = case.sealed - self.n_init - blocks * self.block
         top = min((case.budget - self.n_init - local) // self.block, blocks) * self.block
         representatives = spec.num_heads * blocks * spec.head_dim * case.element_bytes
-        far = self.n_init + local - self.spend(case.budget)[0] + case.reserve  # keys moved, outside the blocks
-        chosen = costs.select(case, Plan(self.n_init, local, top), representatives + far * case.row_bytes // 2)
+        # keys moved, outside the blocks
+        far = self.n_init + local - self.spend(case.budget)[0] + case.reserve
+        chosen = costs.select(
+            case, Plan(self.n_init, local, top), representatives + far * case.row_bytes // 2
+        )
         return (chosen + shared).reading(chosen.read_bytes_per_step - far * case.row_bytes // 2)
 
     def at_communication(self, share: float, head_dim: int) -> InfLLM:
@@ -330,4 +389,7 @@ class InfLLM(Method):
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         tables = RopeTable.of_layers(specs, cache)
-        return [Layer(spec, cache, self, InfLLMRead(table)) for spec, table in zip(specs, tables, strict=True)]
+        return [
+            Layer(spec, cache, self, InfLLMRead(table))
+            for spec, table in zip(specs, tables, strict=True)
+        ]

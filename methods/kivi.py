@@ -19,7 +19,16 @@ from kernels import ops
 from kernels.coded import Coded
 from kernels.reference import Segment
 from kernels.step_inputs import record_input
-from methods.base import AttnInput, CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, Method
+from methods.base import (
+    AttnInput,
+    CacheState,
+    Cost,
+    Grids,
+    KVLayer,
+    LayerSpec,
+    LayerWorkload,
+    Method,
+)
 from methods.layers import Layer
 from methods.parts import costs
 from methods.pools import KVStore, Pool
@@ -32,7 +41,8 @@ class KiviLayer(Layer, capturable=True):
     full precision until they fill a block, and the exact values of the last block of codes."""
 
     method: Kivi
-    parts: tuple[list[Coded], Coded] | None = None  # codes of several sequences, which do not change
+    # codes of several sequences, which do not change
+    parts: tuple[list[Coded], Coded] | None = None
     recent: Tensor | None = None  # [B G residual D], the values of the last block of codes, exact
 
     def seal(self) -> None:
@@ -78,7 +88,9 @@ class KiviLayer(Layer, capturable=True):
         return Pool(self.spec, self.cache, self.method.whole_blocks(room), self.method.codec)
 
     def joined(self, layers: Sequence[Layer], dead: int | None) -> None:
-        exact = [layer.recent for layer in cast(Sequence[KiviLayer], layers) if layer.recent is not None]
+        exact = [
+            layer.recent for layer in cast(Sequence[KiviLayer], layers) if layer.recent is not None
+        ]
         if self.far is not None:
             self.recent = torch.cat([*exact, *[torch.zeros_like(exact[0][:1])] * (dead or 0)])
             self.parts = self._parts(self.far)
@@ -93,12 +105,18 @@ class KiviLayer(Layer, capturable=True):
         super().bring_back()
         if quantised:  # the values that fewer than `residual` tokens follow are exact
             assert self.recent is not None
-            self.store.v[:, :, quantised - self.method.residual + waiting : quantised] = self.recent[:, :, waiting:]
+            self.store.v[:, :, quantised - self.method.residual + waiting : quantised] = (
+                self.recent[:, :, waiting:]
+            )
         self.recent = None
 
     @property
     def bytes_read(self) -> float:
-        recent = 0 if self.recent is None else self.recent[:, :, : 1 + self.method.residual - self.store.length].nbytes
+        recent = (
+            0
+            if self.recent is None
+            else self.recent[:, :, : 1 + self.method.residual - self.store.length].nbytes
+        )
         return super().bytes_read + recent
 
     def state(self) -> dict[str, Tensor]:
@@ -131,7 +149,11 @@ class Kivi(Method):
 
     uses_budget: ClassVar[bool] = False
     offloads: ClassVar[bool] = True
-    tunable: ClassVar[Grids] = {"bits": (2, 4, 8), "group": (16, 32, 64), "residual": (64, 128, 256)}
+    tunable: ClassVar[Grids] = {
+        "bits": (2, 4, 8),
+        "group": (16, 32, 64),
+        "residual": (64, 128, 256),
+    }
 
     bits: int = 4
     group: int = 32
@@ -155,9 +177,11 @@ class Kivi(Method):
         if not (quantised := self.whole_blocks(case.sealed)):
             return costs.dense(case)
         room = self.whole_blocks(case.capacity)
-        exact = self.residual * (case.row_bytes + case.row_bytes // 2)  # what waits, and values that have codes
+        # what waits, and values that have codes
+        exact = self.residual * (case.row_bytes + case.row_bytes // 2)
         waiting = case.sealed - quantised
-        exactly = waiting * case.row_bytes + (self.residual - waiting) * case.row_bytes // 2  # these have values alone
+        # these have values alone
+        exactly = waiting * case.row_bytes + (self.residual - waiting) * case.row_bytes // 2
         return Cost(exact).reading(exactly) + costs.pool(case, self.codec, room, quantised)
 
     def check_model(self, spec: LayerSpec) -> None:

@@ -73,7 +73,9 @@ class ZipKeep(Evict, capturable=True, of_each={}):
         for start in range(0, x.q.shape[2], QUERIES):
             q = x.q[:, :, start : start + QUERIES]
             seen = near.shape[2] - x.k.shape[2] + start
-            torch.maximum(scores, self._largest(q, near[:, :, : seen + q.shape[2]], columns), out=scores)
+            torch.maximum(
+                scores, self._largest(q, near[:, :, : seen + q.shape[2]], columns), out=scores
+            )
         self.always = max(piece.head, self.method.sinks)
         self.scores[:, :, : min(self.always, self.layer.spendable() or self.always)] = torch.inf
 
@@ -92,7 +94,9 @@ class ZipKeep(Evict, capturable=True, of_each={}):
                 self.layer.fallback = f"{budget} first tokens stay: {self.always} are sinks or begin the chat template"
             return budget
         if budget < self.store.length:
-            self.layer.fallback = "only the first prompt is repeated, and what later turns bring stays"
+            self.layer.fallback = (
+                "only the first prompt is repeated, and what later turns bring stays"
+            )
         return self.store.length
 
     def evict(self, size: int) -> None:
@@ -166,7 +170,10 @@ class KVzip(PolicyMethod):
 
     takes: ClassVar[Takes] = {KeptCodec: None}
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks"}
-    tunable: ClassVar[Grids] = {"chunk": (500, 1000, 2000, 4000), "share": ("model", "layer", "head")}
+    tunable: ClassVar[Grids] = {
+        "chunk": (500, 1000, 2000, 4000),
+        "share": ("model", "layer", "head"),
+    }
 
     chunk: int = 2000
     sinks: int = 4
@@ -174,9 +181,13 @@ class KVzip(PolicyMethod):
 
     def __post_init__(self) -> None:
         if self.chunk < 1:
-            raise ValueError(f"chunk={self.chunk} repeats nothing: give at least 1 token, 2000 in the released code.")
+            raise ValueError(
+                f"chunk={self.chunk} repeats nothing: give at least 1 token, 2000 in the released code."
+            )
         if self.sinks < 1:
-            raise ValueError(f"sinks={self.sinks} may leave a head without a key: give at least 1, as 4.")
+            raise ValueError(
+                f"sinks={self.sinks} may leave a head without a key: give at least 1, as 4."
+            )
         if self.share not in ("model", "layer", "head"):
             raise ValueError(f"share={self.share!r} is unknown: choose model, layer or head.")
 

@@ -23,7 +23,16 @@ from torch.nn.functional import pad
 from kernels import ops
 from kernels.reference import Segment
 from kernels.sink_logits import with_sink
-from methods.base import AttnInput, CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, Method
+from methods.base import (
+    AttnInput,
+    CacheState,
+    Cost,
+    Grids,
+    KVLayer,
+    LayerSpec,
+    LayerWorkload,
+    Method,
+)
 from methods.base.pieces import pieces
 from methods.base.request import ROTATION
 from methods.layers import Keep, Layer, Policy
@@ -31,14 +40,17 @@ from methods.parts import costs
 from methods.parts.rope_table import RopeTable
 
 
-class LMInfiniteKeep(Keep, capturable=True, of_each={"rope_table": None, "first_keys": None, "n_local": None}):
+class LMInfiniteKeep(
+    Keep, capturable=True, of_each={"rope_table": None, "first_keys": None, "n_local": None}
+):
     """Keep the first tokens and a window of recent ones. Keys are stored in their true rotation;
     the first ones are rotated again for each query that is further than the window from them."""
 
     method: LMInfinite
     n_local: int | None = None  # length of the window; None: everything is read
     first_keys: Tensor  # [B G n_init D] before their rotation, fp32
-    first_values: Tensor | None = None  # [B G n_init D], copied for joint steps of several sequences
+    # [B G n_init D], copied for joint steps of several sequences
+    first_values: Tensor | None = None
 
     def __init__(self, rope_table: RopeTable) -> None:
         self.rope_table = rope_table
@@ -49,14 +61,21 @@ class LMInfiniteKeep(Keep, capturable=True, of_each={"rope_table": None, "first_
         if self.n_local is None:
             return self.layer.attend_prompt(x.q)
         count = min(self.method.n_init, self.store.length)
-        self.first_keys = self.rope_table.unrotate(self.store.k[:, :, :count], self._first_places(count))
+        self.first_keys = self.rope_table.unrotate(
+            self.store.k[:, :, :count], self._first_places(count)
+        )
         k, v, q = self.store.k, self.store.v, x.q
-        place = k.shape[2] - count - q.shape[2]  # the tokens after the first ones have no gap up to the last query
+        # the tokens after the first ones have no gap up to the last query
+        place = k.shape[2] - count - q.shape[2]
         out: Tensor
-        out, lse = ops.windowed_attention(q, k[:, :, count:], v[:, :, count:], self.spec.scale, place, self.n_local)
+        out, lse = ops.windowed_attention(
+            q, k[:, :, count:], v[:, :, count:], self.spec.scale, place, self.n_local
+        )
         for part in pieces(q.shape[2]):
             first, first_lse = self._first(q[:, :, part], x.start + part.start, self.n_local)
-            merged, both_lse = ops.merge_attention_with_lse([first, out[:, :, part]], [first_lse, lse[:, :, part]])
+            merged, both_lse = ops.merge_attention_with_lse(
+                [first, out[:, :, part]], [first_lse, lse[:, :, part]]
+            )
             out[:, :, part] = with_sink(merged, both_lse, self.spec.sink_logits)
         return out
 
@@ -70,10 +89,8 @@ class LMInfiniteKeep(Keep, capturable=True, of_each={"rope_table": None, "first_
         if self.n_local is None:
             return super().decode(x)
         self.rope_table.note(x)
-        first, count = (
-            self.rope_table.rotate_behind(self.first_keys, x.start, self.n_local, x.k.dtype),
-            self.method.n_init,
-        )
+        first = self.rope_table.rotate_behind(self.first_keys, x.start, self.n_local, x.k.dtype)
+        count = self.method.n_init
         values = self.store.between(0, count).v if self.first_values is None else self.first_values
         return self.layer.attend(x.q, Segment(first, values), self.store.since(count))
 
@@ -120,7 +137,9 @@ class LMInfiniteKeep(Keep, capturable=True, of_each={"rope_table": None, "first_
     def _logits(self, q: Tensor, k: Tensor) -> Tensor:
         """Return the products of queries and keys times the layer's scale, q [B H T D], k [B G S D]
         -> [B G g T S], for g query heads of a group."""
-        folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1]).float() @ k.float().transpose(-1, -2)
+        folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1]).float() @ k.float().transpose(
+            -1, -2
+        )
         return folded.view(*k.shape[:2], self.spec.group, q.shape[2], -1) * self.spec.scale
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
@@ -142,7 +161,9 @@ class LMInfinite(Method):
 
     def __post_init__(self) -> None:
         if self.n_init < 0:
-            raise ValueError(f"n_init={self.n_init} is negative: give the number of first tokens that are always read.")
+            raise ValueError(
+                f"n_init={self.n_init} is negative: give the number of first tokens that are always read."
+            )
 
     @property
     def smallest_budget(self) -> int:
@@ -162,4 +183,7 @@ class LMInfinite(Method):
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         tables = RopeTable.of_layers(specs, cache)
-        return [Layer(spec, cache, self, LMInfiniteKeep(table)) for spec, table in zip(specs, tables, strict=True)]
+        return [
+            Layer(spec, cache, self, LMInfiniteKeep(table))
+            for spec, table in zip(specs, tables, strict=True)
+        ]

@@ -41,7 +41,10 @@ class OracleRead(Select, capturable=True, of_each={}):
         assert self.plan is not None
         grouped = q.view(*stored.k.shape[:2], self.spec.group, -1)
         if self.spec.sink_logits is None:
-            weights = filled(ops.row_weights(grouped, stored.k, self.spec.scale, "sum", stored.live))  # [B G S]
+            # [B G S]
+            weights = filled(
+                ops.row_weights(grouped, stored.k, self.spec.scale, "sum", stored.live)
+            )
         else:
             scaled = filled(ops.row_scores(grouped, stored.k)) * self.spec.scale
             scaled = stored.without_missing(scaled, float("-inf"))

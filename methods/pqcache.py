@@ -43,8 +43,10 @@ class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2, "held
     method: PQCache
     centroids: Tensor  # [B G m C d'], in the cache's dtype
     codes: Tensor  # [B G M m]
-    held: Tensor | None = None  # [B G C*C], how many tokens have each pair of codes; None where none are counted
-    clustered: Arrival[tuple[Tensor, Tensor]] | None = None  # both, while they are computed during later layers
+    # [B G C*C], how many tokens have each pair of codes; None where none are counted
+    held: Tensor | None = None
+    # both, while they are computed during later layers
+    clustered: Arrival[tuple[Tensor, Tensor]] | None = None
     blocks: BlockCache | None = None
 
     def split(self, budget: int) -> Plan:
@@ -79,13 +81,17 @@ class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2, "held
     def sent_away(self, tokens: Segment) -> None:
         how, far = self.method, self.layer.far
         if how.cache_tokens and far is not None:
-            self.blocks = BlockCache(far, tokens, size=how.cache_block, slots=how.slots, offered=how.cache_offered)
+            self.blocks = BlockCache(
+                far, tokens, size=how.cache_block, slots=how.slots, offered=how.cache_offered
+            )
 
     def fetch(self, rows: Tensor) -> Segment:
         return super().fetch(rows) if self.blocks is None else self.blocks.read(rows)
 
     def together_refusal(self) -> str | None:
-        return super().together_refusal() if self.blocks is None else "blocks are kept of one sequence"
+        return (
+            super().together_refusal() if self.blocks is None else "blocks are kept of one sequence"
+        )
 
     def count_replayed(self, steps: int) -> None:
         super().count_replayed(steps)
@@ -122,9 +128,13 @@ class PQCache(Windowed):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.m < 1:
-            raise ValueError(f"m={self.m} must be at least 1: it is the number of sub-vectors a key is split into.")
+            raise ValueError(
+                f"m={self.m} must be at least 1: it is the number of sub-vectors a key is split into."
+            )
         if not 1 <= self.b <= 16:
-            raise ValueError(f"b={self.b} must lie in 1..16: it is the bits of a code, 2^b centroids.")
+            raise ValueError(
+                f"b={self.b} must lie in 1..16: it is the bits of a code, 2^b centroids."
+            )
         asked = self.iterations
         if isinstance(asked, int) and asked < 1:
             raise ValueError(f"iterations={asked} must be at least 1: k-means needs a round.")
@@ -160,17 +170,23 @@ class PQCache(Windowed):
         assert isinstance(prepared, Fit)
         return prepared.iterations(tokens)
 
-    def prepare(self, specs: Sequence[LayerSpec], observe: Callable[[int], Iterator[AttnInput]]) -> Fit | None:
+    def prepare(
+        self, specs: Sequence[LayerSpec], observe: Callable[[int], Iterator[AttnInput]]
+    ) -> Fit | None:
         """Return a fit that says, for any prompt length, how many rounds of k-means take no longer
         than a layer's prefill: from times measured here (`iterations=auto`), or from coefficients
         given as `iterations`. None for a fixed number of rounds."""
         if isinstance(self.iterations, int):
             return None
         if self.iterations == "auto":
-            return measure(len(specs), observe, lambda keys, rounds: self.coded(keys, rounds, tolerance=0.0))
+            return measure(
+                len(specs), observe, lambda keys, rounds: self.coded(keys, rounds, tolerance=0.0)
+            )
         return Fit(*self.iterations)
 
-    def coded(self, keys: Tensor, rounds: int, tolerance: float | None = None) -> tuple[Tensor, Tensor]:
+    def coded(
+        self, keys: Tensor, rounds: int, tolerance: float | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Product-quantise keys [B G M D]: split each into m sub-vectors of d' channels and cluster
         these by k-means in at most `rounds` rounds. Return centroids [B G m C d'] in the keys'
         dtype and codes [B G M m], the number of each sub-vector's centroid, of one byte if that is
@@ -180,15 +196,21 @@ class PQCache(Windowed):
         points = keys.unflatten(3, (self.m, -1)).transpose(2, 3)  # [B G m M d']
         draw = torch.Generator().manual_seed(self.seed)
         initial = torch.randperm(count, generator=draw)[:clusters].to(keys.device)
-        centroids, codes = ops.kmeans(points, initial, rounds, self.tolerance if tolerance is None else tolerance)
-        codes = codes.transpose(2, 3).to(torch.uint8 if clusters <= 256 else torch.int32).contiguous()
+        centroids, codes = ops.kmeans(
+            points, initial, rounds, self.tolerance if tolerance is None else tolerance
+        )
+        codes = (
+            codes.transpose(2, 3).to(torch.uint8 if clusters <= 256 else torch.int32).contiguous()
+        )
         return centroids.to(keys.dtype), codes
 
     def counts_pairs(self, device: torch.device | None, clusters: int, group: int) -> bool:
         """Return whether the keys of each pair of codes are counted at the seal, because steps on
         `device` (None: a CPU) choose by pairs: there are two parts of at most 64 `clusters`, and no
         more than 16 query heads in a `group`."""
-        return device is not None and queues(device) and self.m == 2 and clusters <= 64 and group <= 16
+        return (
+            device is not None and queues(device) and self.m == 2 and clusters <= 64 and group <= 16
+        )
 
     def measured(self, prepared: object) -> Mapping[str, object]:
         return {"iterations": list(prepared)} if isinstance(prepared, Fit) else {}
@@ -200,12 +222,16 @@ class PQCache(Windowed):
         middle = case.sealed - plan.sinks - plan.local
         clusters = min(2**self.b, middle)
         codes = middle * self.m * (1 if clusters <= 256 else 4)
-        pairs = costs.INT32 * clusters**2 if self.counts_pairs(spec.device, clusters, spec.group) else 0
+        pairs = (
+            costs.INT32 * clusters**2 if self.counts_pairs(spec.device, clusters, spec.group) else 0
+        )
         index = spec.num_kv_heads * (codes + clusters * spec.head_dim * case.element_bytes + pairs)
         chosen = costs.select(case, plan, index)
         if case.placement == DEVICE or not self.cache_tokens:
             return chosen
-        return chosen + block_cache.cost(case, middle, plan.top, self.cache_block, self.slots, self.cache_offered)
+        return chosen + block_cache.cost(
+            case, middle, plan.top, self.cache_block, self.slots, self.cache_offered
+        )
 
     @property
     def slots(self) -> int:

@@ -51,7 +51,9 @@ class PyramidKV(SnapKV):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.beta < 1:
-            raise ValueError(f"beta={self.beta} would turn the pyramid upside down: give at least 1, 20 in the paper.")
+            raise ValueError(
+                f"beta={self.beta} would turn the pyramid upside down: give at least 1, 20 in the paper."
+            )
 
     def kept(self, case: LayerWorkload) -> int:
         return self.layer_budgets(case.budget, case.sealed, case.spec.num_layers)[case.spec.index]
@@ -62,7 +64,9 @@ class PyramidKV(SnapKV):
         if layers == 1:
             return "a single layer leaves nothing to distribute"
         if 2 * (tokens - self.window) > sealed:
-            return "more than half of the prompt is kept, so every layer keeps as much, as SnapKV does"
+            return (
+                "more than half of the prompt is kept, so every layer keeps as much, as SnapKV does"
+            )
         return None
 
     def layer_budgets(self, tokens: int, sealed: int, layers: int) -> list[int]:
@@ -83,7 +87,10 @@ def pyramid(mean: int, most: int, layers: int, beta: float) -> list[int]:
     first = min(2 * mean - last, Fraction(most))
     step = 2 * (first - mean) / (layers - 1)
     # The exact sums of the first layers are rounded, so no layer is off by more than one, and the total by nothing.
-    sums = [floor(layer * first - step * (layer * (layer - 1) // 2) + Fraction(1, 2)) for layer in range(layers + 1)]
+    sums = [
+        floor(layer * first - step * (layer * (layer - 1) // 2) + Fraction(1, 2))
+        for layer in range(layers + 1)
+    ]
     return [upto - before for before, upto in pairwise(sums)]
 
 

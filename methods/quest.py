@@ -53,7 +53,8 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
 
     method: Quest
     bounds: Tensor  # [B G P 2D], the largest and the smallest key of each page
-    uneven = False  # heads may read different numbers of tokens, because some chose a shorter last page
+    # heads may read different numbers of tokens, because some chose a shorter last page
+    uneven = False
 
     def split(self, budget: int) -> int:
         return self.method.pages(budget, self.sealed)
@@ -68,10 +69,14 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
         length) on stand for missing tokens."""
         groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
         scores = ops.page_scores(groups, self.bounds)  # [B G g P]
-        whole, size, last = filled(scores), self.method.page_size, (self.sealed - 1) // self.method.page_size
+        whole = filled(scores)
+        size = self.method.page_size
+        last = (self.sealed - 1) // self.method.page_size
         whole = whole.amax(2) if self.method.select_per == "kv_head" else whole.flatten(1, 2)
         if not self.method.last_page:
-            return leading(ops.token_rows(ops.top_k(leading(whole, last + 1), top), size), top * size)
+            return leading(
+                ops.token_rows(ops.top_k(leading(whole, last + 1), top), size), top * size
+            )
         pages = ops.top_k(leading(whole, last), top - 1)
         return leading(ops.token_rows(pages, size, last), self._tokens(top))
 
@@ -86,7 +91,8 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
         return self.attend(x.q, self._pages(rows), since)
 
     def always_read(self) -> list[Segment]:
-        return [self.store.since(0 if self.layer.far is not None else self.sealed)]  # what came after the seal
+        # what came after the seal
+        return [self.store.since(0 if self.layer.far is not None else self.sealed)]
 
     def candidates(self) -> Segment:
         return self.store.between(0, self.sealed)
@@ -177,11 +183,17 @@ class Quest(Method):
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
-            raise ValueError(f"page_size={self.page_size} must be at least 1 token; 16 in the paper.")
+            raise ValueError(
+                f"page_size={self.page_size} must be at least 1 token; 16 in the paper."
+            )
         if self.min_pages < 1:
-            raise ValueError(f"min_pages={self.min_pages} must be at least 1; 3 in the released evaluation.")
+            raise ValueError(
+                f"min_pages={self.min_pages} must be at least 1; 3 in the released evaluation."
+            )
         if self.select_per not in ("query_head", "kv_head"):
-            raise ValueError(f"select_per={self.select_per!r} is unknown: choose query_head or kv_head.")
+            raise ValueError(
+                f"select_per={self.select_per!r} is unknown: choose query_head or kv_head."
+            )
 
     @property
     def smallest_budget(self) -> int:
@@ -208,8 +220,14 @@ class Quest(Method):
             choices = 1 + (case.spec.group - 1) / 4
             read = round(case.sealed * (1 - (1 - read / case.sealed) ** choices))
             listed *= case.spec.group
-        held = Cost(case.dense_bytes + pages * case.row_bytes).reading((pages + read) * case.row_bytes)
-        return held + costs.sent_away(case, case.sealed, read) + costs.estimates(case, case.sealed, listed)
+        held = Cost(case.dense_bytes + pages * case.row_bytes).reading(
+            (pages + read) * case.row_bytes
+        )
+        return (
+            held
+            + costs.sent_away(case, case.sealed, read)
+            + costs.estimates(case, case.sealed, listed)
+        )
 
     def check_model(self, spec: LayerSpec) -> None:
         check_layers("method.dense_layers", self.dense_layers, spec.num_layers)

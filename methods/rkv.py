@@ -27,7 +27,8 @@ from methods.base import Ability, Grids, Plan
 from methods.base.pieces import pieces
 from methods.layers import between_ends
 
-SIMILAR = 0.5  # cosine similarity of two keys from which the later token may stand for the earlier one
+# cosine similarity of two keys from which the later token may stand for the earlier one
+SIMILAR = 0.5
 KEYS_AT_ONCE = 256  # rows of the matrix of similarities that are computed together
 
 
@@ -47,7 +48,8 @@ class RKVKeep(LastQueries, capturable=True, of_each={}):
         """Return the pooled weights that the last queries give to the first `others` stored tokens,
         all but the window, [B G others] fp32."""
         assert self.queries is not None
-        grouped = self.queries.unflatten(1, (self.spec.num_kv_heads, -1)).transpose(1, 2)  # [B g G w D]
+        # [B g G w D]
+        grouped = self.queries.unflatten(1, (self.spec.num_kv_heads, -1)).transpose(1, 2)
         keys = self.store.k[:, :, :others].float().mT
         logits = torch.stack([q.float() @ keys for q in grouped.unbind(1)]).amax(0)
         weights = (logits * self.spec.scale).softmax(-1).mean(2)
@@ -78,7 +80,11 @@ class RKV(EvictsWhileDecoding):
     number (1: none)."""
 
     policies = (RKVKeep,)
-    tunable: ClassVar[Grids] = {"mix_lambda": (0.01, 0.1, 0.5, 1.0), "window": (4, 8, 16, 32), "kernel": (1, 7, 15)}
+    tunable: ClassVar[Grids] = {
+        "mix_lambda": (0.01, 0.1, 0.5, 1.0),
+        "window": (4, 8, 16, 32),
+        "kernel": (1, 7, 15),
+    }
 
     window: int = 8
     buffer: int = 128
@@ -87,13 +93,21 @@ class RKV(EvictsWhileDecoding):
 
     def __post_init__(self) -> None:
         if self.window < 1:
-            raise ValueError(f"window={self.window} leaves no query to choose by: give at least 1, 8 as released.")
+            raise ValueError(
+                f"window={self.window} leaves no query to choose by: give at least 1, 8 as released."
+            )
         if self.buffer < 1:
-            raise ValueError(f"buffer={self.buffer} has no room for a new token: give at least 1, 128 as released.")
+            raise ValueError(
+                f"buffer={self.buffer} has no room for a new token: give at least 1, 128 as released."
+            )
         if not 0 <= self.mix_lambda <= 1:
-            raise ValueError(f"mix_lambda={self.mix_lambda} is no weight: give 0 to 1, 0.1 in the paper.")
+            raise ValueError(
+                f"mix_lambda={self.mix_lambda} is no weight: give 0 to 1, 0.1 in the paper."
+            )
         if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ValueError(f"kernel={self.kernel} has no middle: give an odd number of tokens to pool, like 7.")
+            raise ValueError(
+                f"kernel={self.kernel} has no middle: give an odd number of tokens to pool, like 7."
+            )
 
     @property
     def smallest_budget(self) -> int:

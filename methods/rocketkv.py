@@ -54,7 +54,8 @@ class RocketRead(Select, capturable=True, of_each={"bounds": 3, "channels": None
     all kept tokens compete."""
 
     method: RocketKV
-    bounds: Tensor  # [B G 2D P], the largest key of each page, then the smallest; [B G D P] for pages of one token
+    # [B G 2D P], the largest key of each page, then the smallest; [B G D P] for pages of one token
+    bounds: Tensor
     size: int
     channels: int
 
@@ -68,13 +69,18 @@ class RocketRead(Select, capturable=True, of_each={"bounds": 3, "channels": None
         self.size, self.channels = self.method.pages(top, kept, head_dim)
         by_channel = (keys if self.size == 1 else page_bounds(keys, self.size)).mT
         *sizes, pages = by_channel.shape
-        self.bounds = keys.new_empty((*sizes, room_for(pages, keys.device)))[..., :pages].copy_(by_channel)
+        self.bounds = keys.new_empty((*sizes, room_for(pages, keys.device)))[..., :pages].copy_(
+            by_channel
+        )
 
     def select(self, q: Tensor, top: int) -> Tensor:
         groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
         # per page the largest key where the group's q is positive, else the smallest, which is stored after the largest
-        channels, picked, _ = ops.pick_channels(groups, self.channels, self.spec.scale, False, self.size > 1)
-        weights = ops.channel_weights(picked, self.bounds, channels, 1.0, "sum", self.size)  # of each token
+        channels, picked, _ = ops.pick_channels(
+            groups, self.channels, self.spec.scale, False, self.size > 1
+        )
+        # of each token
+        weights = ops.channel_weights(picked, self.bounds, channels, 1.0, "sum", self.size)
         rows: Tensor = ops.top_k(leading(weights, self.sealed), top)
         return rows
 
@@ -104,7 +110,9 @@ class RocketKV(SnapKV):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.select_per != "kv_head":
-            raise ValueError("select_per=query_head is SnapKV's alone: RocketKV chooses once per KV head.")
+            raise ValueError(
+                "select_per=query_head is SnapKV's alone: RocketKV chooses once per KV head."
+            )
         if self.split is not None and not 0 <= self.split <= 1:
             raise ValueError(f"split={self.split} is not a share: give 0 to 1, or null.")
         for name, value in (("page_size", self.page_size), ("r", self.r)):
@@ -158,11 +166,14 @@ class RocketKV(SnapKV):
         kept = self.kept(case)
         size, channels = self.pages(case.budget, kept, case.spec.head_dim)
         bounds = ceil(kept / size) * case.row_bytes // (2 if size == 1 else 1)
-        scored = ceil(kept / size) * channels * case.row_bytes // (2 * case.spec.head_dim)  # of each channel one bound
+        # of each channel one bound
+        scored = ceil(kept / size) * channels * case.row_bytes // (2 * case.spec.head_dim)
         read = case.budget * case.row_bytes + scored
         held = (costs.evict(replace(case, codec=None), kept) + Cost(bounds)).reading(read)
         return held + costs.sent_away(case, kept, case.budget)
 
     def check_model(self, spec: LayerSpec) -> None:
         if self.r is not None and self.r > spec.head_dim:
-            raise ValueError(f"r={self.r} is more than the model's head size {spec.head_dim}: choose at most that.")
+            raise ValueError(
+                f"r={self.r} is more than the model's head size {spec.head_dim}: choose at most that."
+            )

@@ -26,7 +26,17 @@ from kernels import ops
 from kernels.lowrank import SOLVERS, low_rank
 from kernels.ragged import Ragged, filled, leading
 from kernels.reference import Segment
-from methods.base import Attended, AttnInput, CacheState, Cost, Grids, KVLayer, LayerSpec, LayerWorkload, Method
+from methods.base import (
+    Attended,
+    AttnInput,
+    CacheState,
+    Cost,
+    Grids,
+    KVLayer,
+    LayerSpec,
+    LayerWorkload,
+    Method,
+)
 from methods.base.pieces import pieces, tokens_at_once
 from methods.base.request import ROTATION
 from methods.base.state import queues
@@ -85,10 +95,15 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         whole, count, size = self.store, plan.candidates, self.method.chunk
         self.size, self.total = size, count
         self._factorise(whole.k, count)
-        keys, values = (x[:, :, : count * size].unflatten(2, (count, size)) for x in (whole.k, whole.v))  # [B G N c D]
+        # [B G N c D]
+        keys, values = (
+            x[:, :, : count * size].unflatten(2, (count, size)) for x in (whole.k, whole.v)
+        )
         self.values = rows_for(values.flatten(3), self.cache, self.spec.index)
         self._index(keys, plan.outliers)
-        self.layer.store = KVStore(self.spec, self.cache, self.request.capacity - (count - plan.outliers) * size)
+        self.layer.store = KVStore(
+            self.spec, self.cache, self.request.capacity - (count - plan.outliers) * size
+        )
         exact = (ops.gather_rows(x.flatten(3), self.outliers) for x in (keys, values))
         self.store.append(*(x.view(*x.shape[:2], -1, self.spec.head_dim) for x in exact))
         local = slice(self.sealed - plan.local, self.sealed)
@@ -113,13 +128,18 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         `outliers` chunks that their mean represents worst; these get no landmark. keys [B G N c D]:
         N chunks of c tokens"""
         at_once = keys.split(max(1, tokens_at_once(keys.device) // self.method.chunk), 2)
-        means, lowest = (torch.cat(parts, 2) for parts in zip(*map(landmarks, at_once), strict=True))
+        means, lowest = (
+            torch.cat(parts, 2) for parts in zip(*map(landmarks, at_once), strict=True)
+        )
         self.outliers = ops.top_k(-lowest, outliers)
         count = lowest.shape[2]
         others = torch.ones_like(lowest, dtype=torch.int64).scatter(2, self.outliers, 0)
-        places = torch.where(others > 0, others.cumsum(2) - 1, count - outliers)  # the last one is for all outliers
+        # the last one is for all outliers
+        places = torch.where(others > 0, others.cumsum(2) - 1, count - outliers)
         numbers = torch.arange(count, device=lowest.device).expand(lowest.shape)
-        chunks = numbers.new_empty(*lowest.shape[:2], count - outliers + 1).scatter_(2, places, numbers)[..., :-1]
+        chunks = numbers.new_empty(*lowest.shape[:2], count - outliers + 1).scatter_(
+            2, places, numbers
+        )[..., :-1]
         chunks = chunks.contiguous()
         self.landmarks = ops.gather_rows(means, chunks).to(self.request.dtype)
         self.chunks = chunks.unsqueeze(-1)
@@ -129,7 +149,9 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         landmarks. q [B H 1 D] -> [B G top]"""
         grouped = q.view(*self.landmarks.shape[:2], self.spec.group, -1)
         weights = ops.row_weights(grouped, self.landmarks, self.spec.scale, "largest")
-        return leading(filled(ops.gather_rows(self.chunks, ops.top_k(weights, top))).squeeze(-1), top)
+        return leading(
+            filled(ops.gather_rows(self.chunks, ops.top_k(weights, top))).squeeze(-1), top
+        )
 
     def read(self, x: AttnInput, plan: ChunkPlan) -> Tensor:
         rows = self.chosen(x.q, plan.top)
@@ -146,7 +168,9 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         while the values are fetched. `slots` [B G K] names the places in the cache of earlier
         chunks on the device where values are; -1: not there."""
         coming, size = self._values(chunks, slots), self.method.chunk
-        keys = ops.rebuild_keys(self.u, self.basis, chunks, size, self.rope_table.cos, self.rope_table.sin)
+        keys = ops.rebuild_keys(
+            self.u, self.basis, chunks, size, self.rope_table.cos, self.rope_table.sin
+        )
         live = (chunks.sizes * size).on(chunks.device) if isinstance(chunks, Ragged) else None
         values = coming().view(*keys.shape[:2], -1, keys.shape[3])[:, :, : keys.shape[2]]
         return Segment(filled(keys), values, live=live)
@@ -193,7 +217,12 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         if self.plan is None:
             return {}
         values = cast(Rows, self.values).held(self.plan.candidates)
-        own = {"plan": torch.tensor(self.plan), "u": self.u, "basis": self.basis, "outliers": self.outliers}
+        own = {
+            "plan": torch.tensor(self.plan),
+            "u": self.u,
+            "basis": self.basis,
+            "outliers": self.outliers,
+        }
         return {f"{FAR}.values": values} | own
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
@@ -217,16 +246,24 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         everything: keys rebuilt from their factors, except those of outliers, which are exact."""
         if self.plan is None:
             return
-        resident, self.layer.store = self.store, KVStore(self.spec, self.cache, self.request.capacity)
-        every = torch.arange(self.plan.candidates, device=self.outliers.device).expand(*self.outliers.shape[:2], -1)
+        resident = self.store
+        self.layer.store = KVStore(self.spec, self.cache, self.request.capacity)
+        every = torch.arange(self.plan.candidates, device=self.outliers.device).expand(
+            *self.outliers.shape[:2], -1
+        )
         keys, values = self._rebuild(every)[:2]
         exact = self.plan.outliers * self.method.chunk
-        at = ops.token_rows(self.outliers, self.method.chunk).unsqueeze(-1).expand(-1, -1, -1, keys.shape[3])
+        at = (
+            ops.token_rows(self.outliers, self.method.chunk)
+            .unsqueeze(-1)
+            .expand(-1, -1, -1, keys.shape[3])
+        )
         self.store.append(keys.scatter(2, at, resident.k[:, :, :exact]), values)
         self.store.append(resident.k[:, :, exact:], resident.v[:, :, exact:])
         self.plan = None
         for name in ("u", "basis", "values", "landmarks", "held", "held_k", "held_v"):
-            vars(self).pop(name, None)  # a restored cache has no landmarks, and no step may have read a chunk
+            # a restored cache has no landmarks, and no step may have read a chunk
+            vars(self).pop(name, None)
 
 
 def landmarks(keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -262,17 +299,25 @@ class ShadowKV(Method):
 
     def __post_init__(self) -> None:
         if self.chunk < 1:
-            raise ValueError(f"chunk={self.chunk} must be at least 1: it is the number of tokens per chunk.")
+            raise ValueError(
+                f"chunk={self.chunk} must be at least 1: it is the number of tokens per chunk."
+            )
         if self.rank <= 0 or (isinstance(self.rank, float) and self.rank > 1):
-            raise ValueError(f"rank={self.rank} is neither a share (a float above 0 and up to 1) nor a whole number.")
+            raise ValueError(
+                f"rank={self.rank} is neither a share (a float above 0 and up to 1) nor a whole number."
+            )
         if self.local_chunks < 0:
-            raise ValueError(f"local_chunks={self.local_chunks} is negative: give 0 or more last chunks to keep.")
+            raise ValueError(
+                f"local_chunks={self.local_chunks} is negative: give 0 or more last chunks to keep."
+            )
         if not 0 <= self.outlier_share < 1:
             raise ValueError(
                 f"outlier_share={self.outlier_share} leaves no chunk to select: give a share from 0 to below 1."
             )
         if self.solver not in SOLVERS:
-            raise ValueError(f"solver={self.solver!r} is unknown: choose one of {', '.join(SOLVERS)}.")
+            raise ValueError(
+                f"solver={self.solver!r} is unknown: choose one of {', '.join(SOLVERS)}."
+            )
 
     @property
     def smallest_budget(self) -> int:
@@ -294,7 +339,12 @@ class ShadowKV(Method):
         whole = self.plan(sealed, sealed)
         wanted = max(1, budget(sealed) // self.chunk)
         spent = range(whole.candidates + 1)  # chunks, outliers and retrieved together
-        most = bisect_right(spent, wanted, key=lambda chunks: chunks - int(chunks * self.outlier_share)) - 1
+        most = (
+            bisect_right(
+                spent, wanted, key=lambda chunks: chunks - int(chunks * self.outlier_share)
+            )
+            - 1
+        )
         return whole.local + most * self.chunk
 
     def rank_of(self, tokens: int, channels: int) -> int:
@@ -307,16 +357,26 @@ class ShadowKV(Method):
         if self.reads_whole(case):
             return costs.dense(case) + costs.rope_table(case)
         plan, spec, size = self.plan(case.budget, case.sealed), case.spec, case.element_bytes
-        values, top = case.row_bytes * self.chunk // 2, plan.top * self.chunk  # bytes of a chunk's, and tokens
+        # bytes of a chunk's, and tokens
+        values, top = case.row_bytes * self.chunk // 2, plan.top * self.chunk
         rank = self.rank_of(case.sealed, spec.num_kv_heads * spec.head_dim)
         factors = rank * (plan.candidates * self.chunk + spec.num_kv_heads * spec.head_dim) * size
         selectable, ids = plan.candidates - plan.outliers, costs.INT64 * spec.num_kv_heads
         landmarks = selectable * spec.num_kv_heads * spec.head_dim * size
         resident = (case.capacity - selectable * self.chunk) * case.row_bytes
         hits = held_bytes(case, plan.top, self.chunk) if self.hit_cache else 0
-        read = landmarks + resident + (top - case.reserve) * case.row_bytes + costs.rebuilding(case, rank, top)
-        device = Cost(resident + factors + landmarks + plan.candidates * (ids + values) + hits) + costs.rope_table(case)
-        return device.reading(read) + costs.offload(case, plan.candidates * values, plan.top * values)
+        read = (
+            landmarks
+            + resident
+            + (top - case.reserve) * case.row_bytes
+            + costs.rebuilding(case, rank, top)
+        )
+        device = Cost(
+            resident + factors + landmarks + plan.candidates * (ids + values) + hits
+        ) + costs.rope_table(case)
+        return device.reading(read) + costs.offload(
+            case, plan.candidates * values, plan.top * values
+        )
 
     def check_model(self, spec: LayerSpec) -> None:
         channels = spec.num_kv_heads * spec.head_dim
@@ -328,4 +388,7 @@ class ShadowKV(Method):
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         tables = RopeTable.of_layers(specs, cache)
-        return [Layer(spec, cache, self, ShadowRead(table)) for spec, table in zip(specs, tables, strict=True)]
+        return [
+            Layer(spec, cache, self, ShadowRead(table))
+            for spec, table in zip(specs, tables, strict=True)
+        ]

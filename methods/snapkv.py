@@ -48,10 +48,12 @@ class SnapKeep(LastQueries, capturable=True, of_each={}):
         [B H w D], pooled over neighbouring tokens, [B G|H S]: for all KV heads, or for KV head
         number `head` alone, if `store` is its own."""
         sums = column_sums(queries, store.k, self.spec.scale, self.spec.sinks_of(head))  # [B H S]
-        sums = sums[..., : store.length - self.method.window]  # before pooling, which would spread the window's votes
+        # before pooling, which would spread the window's votes
+        sums = sums[..., : store.length - self.method.window]
         if self.method.select_per == "kv_head":
             sums = sums.unflatten(1, (store.heads, -1)).mean(2)
-        pool = max_pool1d if self.method.pooling == "max" else avg_pool1d  # zeros beyond the ends count in `avg`
+        # zeros beyond the ends count in `avg`
+        pool = max_pool1d if self.method.pooling == "max" else avg_pool1d
         return pool(sums, self.method.kernel, stride=1, padding=self.method.kernel // 2)
 
 
@@ -77,13 +79,19 @@ class SnapKV(PolicyMethod):
 
     def __post_init__(self) -> None:
         if self.window < 1:
-            raise ValueError(f"window={self.window} leaves no query to vote: give at least 1, 32 in the paper's runs.")
+            raise ValueError(
+                f"window={self.window} leaves no query to vote: give at least 1, 32 in the paper's runs."
+            )
         if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ValueError(f"kernel={self.kernel} has no middle: give an odd number of tokens to pool, like 7.")
+            raise ValueError(
+                f"kernel={self.kernel} has no middle: give an odd number of tokens to pool, like 7."
+            )
         if self.pooling not in ("max", "avg"):
             raise ValueError(f"pooling={self.pooling!r} is unknown: choose max or avg.")
         if self.select_per not in ("kv_head", "query_head"):
-            raise ValueError(f"select_per={self.select_per!r} is unknown: choose kv_head or query_head.")
+            raise ValueError(
+                f"select_per={self.select_per!r} is unknown: choose kv_head or query_head."
+            )
 
     @property
     def smallest_budget(self) -> int:
@@ -96,4 +104,6 @@ class SnapKV(PolicyMethod):
     def cost(self, case: LayerWorkload) -> Cost:
         if self.reads_whole(case):
             return costs.dense(case)
-        return costs.evict(case, self.kept(case), case.spec.group if self.select_per == "query_head" else 1)
+        return costs.evict(
+            case, self.kept(case), case.spec.group if self.select_per == "query_head" else 1
+        )

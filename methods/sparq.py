@@ -36,7 +36,9 @@ from methods.pools.batched import BatchedHostRows
 from methods.tiers.rows import Rows
 
 
-class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": None, "covered": None}):
+class SparQRead(
+    Select, capturable=True, of_each={"by_channel": 3, "value_sum": None, "covered": None}
+):
     """Read in each step the prompt tokens with the largest approximate logits, which come from a
     few channels of queries and keys. With `mean_value`, the mean of all values stands for the
     tokens that are not read; the sum of values and the share of unread tokens are kept for that
@@ -64,7 +66,9 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
     def select(self, q: Tensor, top: int) -> Tensor:
         groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
         mean_value = self.method.mean_value
-        channels, picked, both = ops.pick_channels(groups, self.method.r, self.spec.scale, mean_value, False)
+        channels, picked, both = ops.pick_channels(
+            groups, self.method.r, self.spec.scale, mean_value, False
+        )
         sums, lse = self._scores(picked, channels)
         if both is not None:
             self.approximate = both, lse
@@ -83,7 +87,8 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
             self.value_sum += value
             return with_mean(super().attend(q, *segments), self.covered, self.value_sum, count)
         (both, middle), self.approximate = self.approximate, None
-        chosen, sinks = 1 if self.layer.far is None else 0, self.spec.sink_logits  # which segment `select` chose
+        # which segment `select` chose
+        chosen, sinks = 1 if self.layer.far is None else 0, self.spec.sink_logits
         out, self.covered = ops.attention_with_mean(
             both, segments, self.spec.scale, chosen, middle, sinks, self.value_sum, value, count
         )
@@ -103,7 +108,11 @@ class SparQRead(Select, capturable=True, of_each={"by_channel": 3, "value_sum": 
         if isinstance(copy, BatchedHostRows):
             keys = fetch(partial(copy.in_place, channels.shape[2])).wait()
         elif far is not None and (copy is None or isinstance(copy, Rows)):
-            keys = far.channels(channels) if copy is None else fetch(partial(copy.gather, channels)).wait()
+            keys = (
+                far.channels(channels)
+                if copy is None
+                else fetch(partial(copy.gather, channels)).wait()
+            )
             channels = torch.arange(channels.shape[2], device=channels.device).expand_as(channels)
         elif isinstance(copy, Rows):
             keys = fetch(partial(copy.first, self.spec.head_dim)).wait()
@@ -139,7 +148,11 @@ class SparQ(Windowed):
     policies = (SparQRead,)
     offloads: ClassVar[bool] = True
     rows_stay: ClassVar[bool] = True
-    tunable: ClassVar[Grids] = {**Windowed.tunable, "r": (4, 8, 16, 32), "mean_value": (True, False)}
+    tunable: ClassVar[Grids] = {
+        **Windowed.tunable,
+        "r": (4, 8, 16, 32),
+        "mean_value": (True, False),
+    }
 
     r: int = 16
     sinks: int = 0
@@ -150,21 +163,31 @@ class SparQ(Windowed):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.r < 1:
-            raise ValueError(f"r={self.r} must be at least 1: it is the number of channels of a key that are read.")
+            raise ValueError(
+                f"r={self.r} must be at least 1: it is the number of channels of a key that are read."
+            )
 
     @property
     def takes(self) -> Takes:  # type: ignore[override]
-        return {KeptCodec: None} if self.channel_copy else {}  # without it, channels are read from plain keys
+        # without it, channels are read from plain keys
+        return {KeptCodec: None} if self.channel_copy else {}
 
     def cost(self, case: LayerWorkload) -> Cost:
         if self.reads_whole(case):
             return costs.dense(case)
         plan, spec = self.split(case.budget), case.spec
-        column = spec.num_kv_heads * (case.sealed - plan.sinks - plan.local) * case.element_bytes  # of the middle keys
+        # of the middle keys
+        column = spec.num_kv_heads * (case.sealed - plan.sinks - plan.local) * case.element_bytes
         copy = column * spec.head_dim if self.channel_copy else 0
-        means = costs.FP32 * (spec.num_kv_heads * spec.head_dim + spec.num_heads) if self.mean_value else 0
+        means = (
+            costs.FP32 * (spec.num_kv_heads * spec.head_dim + spec.num_heads)
+            if self.mean_value
+            else 0
+        )
         channels = Cost(copy).reading(self.r * column)
-        return costs.select(case, plan, means) + channels + costs.offload(case, copy, self.r * column)
+        return (
+            costs.select(case, plan, means) + channels + costs.offload(case, copy, self.r * column)
+        )
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
         """Return the tokens read when the budget is counted as in SparQ's paper: its k is a share
@@ -185,4 +208,6 @@ class SparQ(Windowed):
 
     def check_model(self, spec: LayerSpec) -> None:
         if self.r > spec.head_dim:
-            raise ValueError(f"r={self.r} is more than the model's head size {spec.head_dim}: choose at most that.")
+            raise ValueError(
+                f"r={self.r} is more than the model's head size {spec.head_dim}: choose at most that."
+            )

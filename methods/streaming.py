@@ -74,9 +74,13 @@ class Streaming(PolicyMethod):
 
     def __post_init__(self) -> None:
         if self.sinks < 0:
-            raise ValueError(f"sinks={self.sinks} is negative: give the number of first tokens to keep, as 4.")
+            raise ValueError(
+                f"sinks={self.sinks} is negative: give the number of first tokens to keep, as 4."
+            )
         if self.positions not in ("cache", "original"):
-            raise ValueError(f"positions={self.positions!r} is unknown: choose cache (the paper) or original.")
+            raise ValueError(
+                f"positions={self.positions!r} is unknown: choose cache (the paper) or original."
+            )
 
     @property
     def needs(self) -> tuple[str, ...]:

@@ -28,7 +28,8 @@ class TOVAKeep(LastQueries, capturable=True, of_each={}):
 
     def keep(self, size: int) -> Tensor:
         assert self.queries is not None
-        weights = column_sums(self.queries, self.store.k, self.spec.scale, self.spec.sink_logits)  # [B H S]
+        # [B H S]
+        weights = column_sums(self.queries, self.store.k, self.spec.scale, self.spec.sink_logits)
         plan = Plan(0, 1, size - 1)
         best = ops.top_k(weights[..., :-1].mean(1, keepdim=True), plan.top)
         return between_ends(best, plan, self.store.length).expand(-1, self.spec.num_kv_heads, -1)

@@ -69,21 +69,27 @@ class VAttentionRead(Select, capturable=True):
         """Return the top tokens and the draws of each choosing head, [B H|G top]; a token that was
         drawn again has no weight, and the first draw stands for all."""
         keys, scale = self.middle().k if self.keys is None else self.keys, self.spec.scale
-        grouped, among = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1), keys.shape[2]
+        grouped = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
+        among = keys.shape[2]
         always = always_lse(self.always_read(), grouped, self.spec)
         logits = ops.row_scores(grouped, keys) * scale
         lse = torch.logaddexp(always, logits.logsumexp(-1))
-        weights, always = (logits - lse.unsqueeze(-1)).exp(), (always - lse).exp()  # [B G g M], [B G g]
+        # [B G g M], [B G g]
+        weights, always = (logits - lse.unsqueeze(-1)).exp(), (always - lse).exp()
         if self.method.select_per == "query_head":
             weights, always = weights.flatten(1, 2).unsqueeze(2), always.flatten(1, 2).unsqueeze(2)
         ranks, heavy = weights.sum(2), self.method.top_of(top)
         best = cast(Tensor, ops.top_k(ranks, heavy))
         known = always + weights.gather(3, best.unsqueeze(2).expand(*weights.shape[:3], -1)).sum(-1)
-        drawn = self._draws(top - heavy, among).repeat_interleave(weights.shape[1] // self.spec.num_kv_heads, 0)
+        drawn = self._draws(top - heavy, among).repeat_interleave(
+            weights.shape[1] // self.spec.num_kv_heads, 0
+        )
         drawn = drawn.expand(len(q), -1, -1)
         exact = torch.zeros_like(ranks, dtype=torch.bool).scatter_(2, best, True).gather(2, drawn)
         terms = weights.gather(3, drawn.unsqueeze(2).expand(*weights.shape[:3], -1))
-        wanted = self.method.sample_size(terms.masked_fill(exact.unsqueeze(2), 0), known, among).amax(2, keepdim=True)
+        wanted = self.method.sample_size(
+            terms.masked_fill(exact.unsqueeze(2), 0), known, among
+        ).amax(2, keepdim=True)
         size = wanted.clamp(max=top - heavy)
         self.cache.traffic.samples += wanted.numel()
         self.cache.traffic.tally("capped", (wanted > size).sum())
@@ -91,7 +97,9 @@ class VAttentionRead(Select, capturable=True):
         counts = (place < size) & ~exact
         first = first_places(torch.where(counts, drawn, -1))
         times = torch.zeros(drawn.shape, device=q.device).scatter_add_(2, first, counts.float())
-        added = (times * (among / size)).log().masked_fill(~counts | (first != place), float("-inf"))
+        added = (
+            (times * (among / size)).log().masked_fill(~counts | (first != place), float("-inf"))
+        )
         assert self.weights is not None
         self.weights.log_weights = torch.cat([added.new_zeros(best.shape), added], -1)
         return torch.cat([best, drawn], -1)
@@ -150,9 +158,13 @@ class VAttention(PolicyMethod):
             if not 0 < (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name}={value} must lie between 0 and 1.")
         if self.sinks < 0 or self.window < 0:
-            raise ValueError(f"sinks={self.sinks} and window={self.window} are numbers of tokens, from 0.")
+            raise ValueError(
+                f"sinks={self.sinks} and window={self.window} are numbers of tokens, from 0."
+            )
         if self.select_per not in ("query_head", "kv_head"):
-            raise ValueError(f"select_per={self.select_per!r} is unknown: choose query_head or kv_head.")
+            raise ValueError(
+                f"select_per={self.select_per!r} is unknown: choose query_head or kv_head."
+            )
 
     @cached_property
     def quantile(self) -> float:
@@ -162,7 +174,8 @@ class VAttention(PolicyMethod):
 
     @property
     def smallest_budget(self) -> int:
-        return self.sinks + self.window + ceil(2 / (1 - self.top_ratio))  # a standard deviation needs two draws
+        # a standard deviation needs two draws
+        return self.sinks + self.window + ceil(2 / (1 - self.top_ratio))
 
     def split(self, budget: int) -> Plan:
         return Plan(self.sinks, self.window, budget - self.sinks - self.window)

@@ -79,7 +79,9 @@ def retrieval_zh(prediction: str, reference: str) -> float:
 def _number(pattern: str, reference: str) -> str:
     found = re.search(pattern, reference)
     if found is None:
-        raise ValueError(f"reference {reference!r} does not match {pattern!r}: the data set is not LongBench's")
+        raise ValueError(
+            f"reference {reference!r} does not match {pattern!r}: the data set is not LongBench's"
+        )
     return found[1]
 
 
@@ -88,7 +90,10 @@ def _words(text: str) -> list[str]:
 
 
 def _words_zh(text: str) -> list[str]:
-    cleaned = (word.lower().translate(ASCII_PUNCTUATION).translate(CHINESE_PUNCTUATION) for word in cut(text))
+    cleaned = (
+        word.lower().translate(ASCII_PUNCTUATION).translate(CHINESE_PUNCTUATION)
+        for word in cut(text)
+    )
     return [word for word in ("".join(word.split()) for word in cleaned) if word]
 
 
@@ -112,7 +117,9 @@ def code_sim(prediction: str, reference: str, backend: str = "levenshtein") -> f
     1.0
     """
     lines = prediction.lstrip("\n").split("\n")
-    line = next((line for line in lines if "`" not in line and "#" not in line and "//" not in line), "")
+    line = next(
+        (line for line in lines if "`" not in line and "#" not in line and "//" not in line), ""
+    )
     if backend == "difflib":
         ratio = 100 * difflib.SequenceMatcher(None, line, reference).ratio()
     else:
@@ -130,7 +137,10 @@ def splitter() -> ModuleType:
     try:
         import jieba
     except ModuleNotFoundError as error:
-        raise TaskError("LongBench's Chinese metrics need jieba: pip install 'jieba>=0.42' (extra zh)") from error
-    jieba.setLogLevel(logging.WARNING)  # otherwise it reports on stderr that it builds its dictionary
+        raise TaskError(
+            "LongBench's Chinese metrics need jieba: pip install 'jieba>=0.42' (extra zh)"
+        ) from error
+    # otherwise it reports on stderr that it builds its dictionary
+    jieba.setLogLevel(logging.WARNING)
     module: ModuleType = jieba
     return module

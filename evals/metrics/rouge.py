@@ -69,7 +69,9 @@ def places_of(sentence: Sequence[str]) -> dict[str, int]:
     return places
 
 
-def _common_words(x: tuple[str, ...], y: tuple[str, ...], places: dict[str, int], calls: int) -> set[str] | None:
+def _common_words(
+    x: tuple[str, ...], y: tuple[str, ...], places: dict[str, int], calls: int
+) -> set[str] | None:
     """Return the words of the common subsequence of x and y that the package `rouge` finds, or None
     where its recursion would take more than `calls` calls, at which Python's limit ends it.
     `places`: the positions of each word in y as a bit mask (`places_of`).
@@ -120,7 +122,9 @@ def rouge_lsum(prediction: str, reference: str) -> float:
     lengths = sum(map(len, ours)), sum(map(len, theirs))
     if not all(lengths):
         return 0.0
-    left = Counter(word for one in ours for word in one) & Counter(word for one in theirs for word in one)
+    left = Counter(word for one in ours for word in one) & Counter(
+        word for one in theirs for word in one
+    )
     hits = 0
     for sentence in theirs:
         for place in sorted(set().union(*(_common_places(sentence, one) for one in ours))):

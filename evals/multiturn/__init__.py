@@ -53,7 +53,9 @@ class Multiturn(Task):
     def __post_init__(self) -> None:
         for name, known in (("replies", REPLIES), ("about", ABOUT), ("haystack", haystacks.NAMES)):
             if getattr(self, name) not in known:
-                raise TaskError(f"task.{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(known)}.")
+                raise TaskError(
+                    f"task.{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(known)}."
+                )
         for name in ("conversations", "turns", "longest", "opening", "max_new_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise TaskError(f"task.{name}={value} must be at least 1.")
@@ -62,7 +64,9 @@ class Multiturn(Task):
                 f"task.turns={self.turns} is too many: conversations have at most {length_distribution.MOST_TURNS}."
             )
         if not 0 < self.question_share < 1 or not -1 < self.correlation < 1:
-            raise TaskError("task.question_share must lie between 0 and 1, task.correlation between -1 and 1.")
+            raise TaskError(
+                "task.question_share must lie between 0 and 1, task.correlation between -1 and 1."
+            )
         if any(part not in self.template for part in ("{text}", "{question}")):
             raise TaskError("task.template must hold {text} and {question}.")
 
@@ -81,7 +85,10 @@ class Multiturn(Task):
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         limit = self._limit(env)
-        shape = {name: getattr(self, name) for name in ("turns", "replies", "about", "template", "max_new_tokens")}
+        shape = {
+            name: getattr(self, name)
+            for name in ("turns", "replies", "about", "template", "max_new_tokens")
+        }
         builder, made, longest = Builder(env, limit, **shape), 0, 0
         for number, script in enumerate(self._scripts(env, limit)):
             longest = max(longest, len(script))
@@ -92,7 +99,9 @@ class Multiturn(Task):
             if made == self.conversations:
                 break
         if builder.lengths:
-            self._made["statistics"] = length_distribution.statistics(builder.lengths, self._made.get("scale", 1.0))
+            self._made["statistics"] = length_distribution.statistics(
+                builder.lengths, self._made.get("scale", 1.0)
+            )
         if made < self.conversations:
             origin = str(self._made["origin"]).removeprefix("local:")
             kind = "" if self.turns is None else f" of {self.turns} turns"
@@ -108,11 +117,15 @@ class Multiturn(Task):
         nll = float(output)
         return Score(math.exp(-nll), {"nll": nll})
 
-    def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
+    def averages(
+        self, groups: Mapping[str, float], details: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
         """Return the means of the scores by group and over all. With forced replies also
         `perplexity`, from the mean negative log-likelihood, in which every conversation counts
         alike."""
-        perplexity = {"perplexity": math.exp(details["nll"])} if details and "nll" in details else {}
+        perplexity = (
+            {"perplexity": math.exp(details["nll"])} if details and "nll" in details else {}
+        )
         return super().averages(groups) | scored_digits(details) | perplexity
 
     def provenance(self) -> dict[str, Any]:
@@ -123,9 +136,12 @@ class Multiturn(Task):
     def _limit(self, env: TaskEnv) -> int:
         """Return the most tokens that a conversation may have, its answers included."""
         if self.longest is not None and env.window is not None and self.longest > env.window:
-            raise TaskError(f"task.longest={self.longest} exceeds the model's {env.window} tokens: choose fewer.")
+            raise TaskError(
+                f"task.longest={self.longest} exceeds the model's {env.window} tokens: choose fewer."
+            )
         return (
-            self.longest or min(length_distribution.MOST_TOKENS, env.window or length_distribution.MOST_TOKENS)
+            self.longest
+            or min(length_distribution.MOST_TOKENS, env.window or length_distribution.MOST_TOKENS)
         ) - SPARE_TOKENS
 
     def _scripts(self, env: TaskEnv, limit: int) -> Iterator[Script]:

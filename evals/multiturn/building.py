@@ -55,10 +55,12 @@ class Builder:
 
     def __post_init__(self) -> None:
         first = self.env.text.count("")
-        later = min(first, self.env.text.count("", system="x"))  # some templates give the first turn a system text
+        # some templates give the first turn a system text
+        later = min(first, self.env.text.count("", system="x"))
         self._frames = first, later
         self._gap = "" if first else GAP
-        closing = CLOSING_TOKENS if 0 < first == later else 0  # a system text counted above has room for that
+        # a system text counted above has room for that
+        closing = CLOSING_TOKENS if 0 < first == later else 0
         self._between = self._count(self._gap) + closing  # tokens before a later turn
 
     def conversation(self, script: Script, seed: str) -> Example | None:
@@ -84,8 +86,14 @@ class Builder:
     def _totals(self, said: Sequence[Said]) -> list[int]:
         """Return, for each turn, the tokens of the conversation up to its end."""
         replies = (0 if turn.reply is None else turn.tokens[1] for turn in said)
-        gaps = (self._between * ((place > 0) + (turn.reply is not None)) for place, turn in enumerate(said))
-        needs = (turn.tokens[0] + turn.room + reply + gap for turn, reply, gap in zip(said, replies, gaps, strict=True))
+        gaps = (
+            self._between * ((place > 0) + (turn.reply is not None))
+            for place, turn in enumerate(said)
+        )
+        needs = (
+            turn.tokens[0] + turn.room + reply + gap
+            for turn, reply, gap in zip(said, replies, gaps, strict=True)
+        )
         return list(accumulate(needs))
 
     def _said(self, script: Script, count: int, seed: str) -> list[Said]:
@@ -99,7 +107,10 @@ class Builder:
         """Draw the fact that each of `count` turns asks for, with no city twice. Those of the first
         turns are the same for any `count`."""
         cities = rng.sample(CITIES, MOST_TURNS)
-        drawn = ((rng.randrange(turn + 1), turn, rng.randrange(1_000_000, 10_000_000)) for turn in range(count))
+        drawn = (
+            (rng.randrange(turn + 1), turn, rng.randrange(1_000_000, 10_000_000))
+            for turn in range(count)
+        )
         return [
             Fact(magic_number(cities[turn], number), 0 if self.about == "first" else where)
             for where, turn, number in drawn
@@ -123,7 +134,9 @@ class Builder:
         spent = frame + self._count(before + " ".join(here) + after)
         text = before + script.user(turn, here, spent)
         own = self.replies == "own"
-        reply = None if own or turn + 1 == len(facts) else self._given(script, turn, _sentence(asked))
+        reply = (
+            None if own or turn + 1 == len(facts) else self._given(script, turn, _sentence(asked))
+        )
         room = max(self.max_new_tokens, script.reply_tokens(turn)) if own else self.max_new_tokens
         tokens = frame + self._count(text + after), room if reply is None else self._count(reply)
         data = {"turn": turn + 1, "told_in": stated_in + 1, "turns_ago": turn - stated_in}

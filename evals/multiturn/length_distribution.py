@@ -19,7 +19,8 @@ from scipy.stats import norm
 ONE_TURN, MEAN_TURNS, MOST_TURNS = 0.27, 5.75, 40
 OVER = {2048: 0.47, 4096: 0.30}  # tokens of a session -> share of sessions that hold more
 MOST_TOKENS = 32_768
-EVENNESS = 2.0  # how even a session's turns are: the shape of the gamma law from which their lengths are drawn
+# how even a session's turns are: the shape of the gamma law from which their lengths are drawn
+EVENNESS = 2.0
 QUESTION_SHARE = 0.3  # share of a turn's tokens that the question has; not published
 ASKED_ANSWERED = (("human", "gpt"), ("user", "assistant"))
 
@@ -27,7 +28,12 @@ Floats = NDArray[np.float64]
 
 
 def drawn(
-    sessions: int, rng: np.random.Generator, *, correlation: float = 0.0, scale: float = 1.0, turns: int | None = None
+    sessions: int,
+    rng: np.random.Generator,
+    *,
+    correlation: float = 0.0,
+    scale: float = 1.0,
+    turns: int | None = None,
 ) -> list[list[int]]:
     """Draw sessions (conversations); return for each the tokens of its turns, question and answer
     together.
@@ -38,7 +44,10 @@ def drawn(
     first = rng.standard_normal(sessions)
     second = correlation * first + np.sqrt(1 - correlation**2) * rng.standard_normal(sessions)
     counts = _turns(norm.cdf(first)) if turns is None else np.full(sessions, turns)
-    return [_split(scale * total, int(count), rng) for total, count in zip(_tokens(second), counts, strict=True)]
+    return [
+        _split(scale * total, int(count), rng)
+        for total, count in zip(_tokens(second), counts, strict=True)
+    ]
 
 
 def parted(tokens: int, question_share: float) -> tuple[int, int]:
@@ -65,7 +74,9 @@ def opened(parts: Sequence[tuple[int, int]], least: int) -> list[tuple[int, int]
     return [(least, shrunk[0][1]), *shrunk[1:]]
 
 
-def statistics(sessions: Sequence[Sequence[tuple[int, int]]], scale: float = 1.0) -> dict[str, float]:
+def statistics(
+    sessions: Sequence[Sequence[tuple[int, int]]], scale: float = 1.0
+) -> dict[str, float]:
     """Return the statistics of lengths by which a set of conversations (sessions) is compared with
     ShareGPT's.
 
@@ -79,7 +90,10 @@ def statistics(sessions: Sequence[Sequence[tuple[int, int]]], scale: float = 1.0
         "turns": int(counts.sum()),
         "mean_turns": float(counts.mean()),
         "one_turn": float((counts == 1).mean()),
-        **{f"over_{limit // 1024}k_tokens": float((totals > limit * scale).mean()) for limit in OVER},
+        **{
+            f"over_{limit // 1024}k_tokens": float((totals > limit * scale).mean())
+            for limit in OVER
+        },
         "mean_tokens": float(totals.mean()),
         "question_share": float(questions / totals.sum()),
     }
@@ -97,7 +111,11 @@ def exchanges(said: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     [('Hi', 'Hello')]
     """
     pairs = pairwise(said)
-    return [(one["value"], two["value"]) for one, two in pairs if (one["from"], two["from"]) in ASKED_ANSWERED]
+    return [
+        (one["value"], two["value"])
+        for one, two in pairs
+        if (one["from"], two["from"]) in ASKED_ANSWERED
+    ]
 
 
 def _turns(u: Floats) -> NDArray[np.intp]:

@@ -42,9 +42,13 @@ class NeedlesBehindOverflow(Task):
 
     def __post_init__(self) -> None:
         if len(CITIES) < self.questions:
-            raise TaskError(f"task.questions={self.questions} is too many: there are {len(CITIES)} needles.")
+            raise TaskError(
+                f"task.questions={self.questions} is too many: there are {len(CITIES)} needles."
+            )
         if min(self.facts, self.conversations, self.max_new_tokens) < 1 or self.questions < 2:
-            raise TaskError("task.facts, conversations, max_new_tokens must be at least 1, and task.questions 2.")
+            raise TaskError(
+                "task.facts, conversations, max_new_tokens must be at least 1, and task.questions 2."
+            )
         if "{question}" not in self.template:
             raise TaskError("task.template must hold {question}.")
 
@@ -54,7 +58,9 @@ class NeedlesBehindOverflow(Task):
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         if env.window is not None and self.window > env.window:
-            raise TaskError(f"task.window={self.window} exceeds the model's {env.window} tokens: choose a smaller one")
+            raise TaskError(
+                f"task.window={self.window} exceeds the model's {env.window} tokens: choose a smaller one"
+            )
         text = texts.load(self.haystack, env)
         self._read.update(origin=f"text of {text.name}", sha256=text.sha256)
         tokens = filler(text, 8 * self.window, env)
@@ -63,7 +69,9 @@ class NeedlesBehindOverflow(Task):
             start = rng.randrange(max(1, len(tokens) - self.window))
             yield self._conversation(env, tokens[start:], _planted(rng, self.questions), number)
 
-    def _conversation(self, env: TaskEnv, tokens: Sequence[int], planted: Sequence[Planted], number: int) -> Example:
+    def _conversation(
+        self, env: TaskEnv, tokens: Sequence[int], planted: Sequence[Planted], number: int
+    ) -> Example:
         asked = [self.template.replace("{question}", one.question) for one in planted]
         needles = [env.text.encode(one.text) for one in planted]
         frame = env.text.count("\n\n" + asked[0]) + self.max_new_tokens + SPARE
@@ -90,11 +98,16 @@ class NeedlesBehindOverflow(Task):
             ),
         )
 
-    def _with_needles(self, env: TaskEnv, hay: list[int], needles: Sequence[Sequence[int]]) -> list[int]:
+    def _with_needles(
+        self, env: TaskEnv, hay: list[int], needles: Sequence[Sequence[int]]
+    ) -> list[int]:
         """Insert the needles, token ids, evenly over the last `facts` tokens of `hay`, each after a
         sentence."""
         first, share = len(hay) - self.facts, self.facts / len(needles)
-        places = [max(first, boundary(hay, first + int(share * (one + 0.5)), env)) for one in range(len(needles))]
+        places = [
+            max(first, boundary(hay, first + int(share * (one + 0.5)), env))
+            for one in range(len(needles))
+        ]
         for place, needle in reversed(list(zip(places, needles, strict=True))):
             hay = [*hay[:place], *needle, *hay[place:]]
         return hay
@@ -102,7 +115,9 @@ class NeedlesBehindOverflow(Task):
     def score(self, example: Example, output: str) -> Score:
         return NEEDLES["magic_city"].score(example.references, output)
 
-    def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
+    def averages(
+        self, groups: Mapping[str, float], details: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
         return super().averages(groups) | scored_digits(details)
 
     def provenance(self) -> dict[str, Any]:

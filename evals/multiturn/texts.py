@@ -42,7 +42,9 @@ class Passages:
     `start`: number of the first sentence. `parts`: tokens of the question and of the answer of each
     turn. `opening`: the least tokens of the first question."""
 
-    def __init__(self, name: str, reader: Reader, start: int, parts: Sequence[tuple[int, int]], opening: int) -> None:
+    def __init__(
+        self, name: str, reader: Reader, start: int, parts: Sequence[tuple[int, int]], opening: int
+    ) -> None:
         self.name, self._reader, self._start = name, reader, start
         self._parts, self._opening = length_distribution.opened(parts, opening), opening
 
@@ -68,7 +70,8 @@ class Passages:
 
     def shortened(self, tokens: int) -> Passages | None:
         share = max(0.0, 1 - tokens / sum(map(sum, self._parts)))
-        parts = [(max(1, int(share * a)), max(1, int(share * b))) for a, b in self._parts]  # each falls, so this ends
+        # each falls, so this ends
+        parts = [(max(1, int(share * a)), max(1, int(share * b))) for a, b in self._parts]
         shorter = Passages(self.name, self._reader, self._start, parts, self._opening)
         return None if shorter._parts == self._parts else shorter
 
@@ -90,7 +93,9 @@ class Told:
     """Supply the text of a conversation that stands in a file, with the same methods as
     `Passages`."""
 
-    def __init__(self, name: str, turns: Sequence[tuple[str, str | None]], env: TaskEnv, origin: str) -> None:
+    def __init__(
+        self, name: str, turns: Sequence[tuple[str, str | None]], env: TaskEnv, origin: str
+    ) -> None:
         """Keep the `turns` of a conversation, each what the user says and the reply if there is
         one; `origin` names the file in errors."""
         self.name, self._turns, self._env, self._origin = name, turns, env, origin
@@ -108,7 +113,9 @@ class Told:
     def reply(self, turn: int, spent: int = 0) -> str:
         said = self._turns[turn][1]
         if said is None:
-            raise TaskError(f"Conversation {self.name} of {self._origin} has no replies: set task.replies=own.")
+            raise TaskError(
+                f"Conversation {self.name} of {self._origin} has no replies: set task.replies=own."
+            )
         return said
 
     def reply_tokens(self, turn: int) -> int:
@@ -161,5 +168,9 @@ def _turns(row: Row) -> list[tuple[str, str | None]]:
     """Return what the user says in each turn of a row's conversation, with the reply where there is
     one."""
     if "conversations" in row:
-        return [said for said in length_distribution.exchanges(row["conversations"]) if all(map(str.strip, said))]
+        return [
+            said
+            for said in length_distribution.exchanges(row["conversations"])
+            if all(map(str.strip, said))
+        ]
     return [(question.strip(), None) for question in row["turns"]]

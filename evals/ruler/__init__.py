@@ -19,11 +19,13 @@ from evals.ruler.factory import Factory
 from evals.ruler.fitting import SMALLEST, TooShort
 from evals.ruler.templates import FAMILIES, NEW_TOKENS, FilledTemplate
 
-EAGER = 4096  # tokens up to which prompts are made at once: that is quick, and only there may a task not fit
+# tokens up to which prompts are made at once: that is quick, and only there may a task not fit
+EAGER = 4096
 
 THRESHOLD = 0.856  # the score of Llama-2-7B-chat at 4096 tokens
 
-Group = tuple[str, int, Callable[[], list[FilledTemplate]]]  # task, length, and a function that makes the prompts
+# task, length, and a function that makes the prompts
+Group = tuple[str, int, Callable[[], list[FilledTemplate]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +52,14 @@ class Ruler(Task):
         for name in ("tasks", "lengths"):
             values = getattr(self, name)
             if isinstance(values, str | int) or not values or len(set(values)) < len(values):
-                raise ValueError(f"{name}={values!r} must be a list of distinct entries, as in task.{name}=[...]")
+                raise ValueError(
+                    f"{name}={values!r} must be a list of distinct entries, as in task.{name}=[...]"
+                )
         unknown = [task for task in self.tasks if task not in FAMILIES]
         if unknown:
-            raise ValueError(f"tasks: {', '.join(unknown)} unknown; RULER has {', '.join(FAMILIES)}")
+            raise ValueError(
+                f"tasks: {', '.join(unknown)} unknown; RULER has {', '.join(FAMILIES)}"
+            )
         if any(length < 1 for length in self.lengths):
             raise ValueError(f"lengths={list(self.lengths)} must be positive numbers of tokens")
         for name in ("samples", "questions"):
@@ -61,7 +67,9 @@ class Ruler(Task):
                 raise ValueError(f"{name}={getattr(self, name)} must be 1 or more")
         self._check_questions()
         if self.haystack not in haystack.NAMES:
-            raise ValueError(f"haystack={self.haystack!r} is unknown: choose one of {', '.join(haystack.NAMES)}")
+            raise ValueError(
+                f"haystack={self.haystack!r} is unknown: choose one of {', '.join(haystack.NAMES)}"
+            )
 
         if self.source is not None and not self.source.strip():
             raise TaskError(
@@ -71,10 +79,14 @@ class Ruler(Task):
     def _check_questions(self) -> None:
         if self.questions == 1:
             if self.conversation:
-                raise TaskError("task.conversation=true asks several questions in turn: set task.questions=2 or more")
+                raise TaskError(
+                    "task.conversation=true asks several questions in turn: set task.questions=2 or more"
+                )
             return
         if self.source is not None:
-            raise TaskError(f"task.source={self.source} has one question per prompt: set task.questions=1")
+            raise TaskError(
+                f"task.source={self.source} has one question per prompt: set task.questions=1"
+            )
         if others := [task for task in self.tasks if FAMILIES[task] != "niah"]:
             raise TaskError(
                 f"task.questions={self.questions} hides more needles in a haystack, which {', '.join(others)} do not "
@@ -94,7 +106,9 @@ class Ruler(Task):
             return self._examples(self._of_leaderboard(env))
         if self.source is not None:
             files = official.find(Path(self.source).expanduser(), self.tasks, self.lengths)
-            return self._examples([(file.task, file.length, partial(file.prompts, self.samples)) for file in files])
+            return self._examples(
+                [(file.task, file.length, partial(file.prompts, self.samples)) for file in files]
+            )
         self._check(env)
         factory = Factory(env, self.tasks, self.haystack, self.questions)
         self._provenance.update(factory.provenance())
@@ -109,7 +123,9 @@ class Ruler(Task):
                         unfit.append(str(error))
                 groups.append((task, length, make))
         if unfit:
-            raise TaskError(f"{', '.join(unfit)}: raise task.lengths, or leave them out of task.tasks")
+            raise TaskError(
+                f"{', '.join(unfit)}: raise task.lengths, or leave them out of task.tasks"
+            )
         return self._examples(groups)
 
     def score(self, example: Example, output: str) -> Score:
@@ -119,7 +135,9 @@ class Ruler(Task):
         digits = leading_digits(example.references, text) if family == "niah" else {}
         return Score(match(text, example.references), {"null": float(not text), **digits})
 
-    def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
+    def averages(
+        self, groups: Mapping[str, float], details: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
         """Return `mean`, the means of lengths and of tasks, RULER's summaries over lengths where
         they are defined, and the share of leading digits (evals/needles.py)."""
         averages = super().averages(groups) | means(groups, part=1) | means(groups, part=0)
@@ -140,11 +158,15 @@ class Ruler(Task):
     def _check(self, env: TaskEnv) -> None:
         shortest, longest = min(self.lengths), max(self.lengths)
         if shortest < SMALLEST:
-            raise TaskError(f"RULER starts at {SMALLEST} tokens: raise task.lengths={list(self.lengths)}")
+            raise TaskError(
+                f"RULER starts at {SMALLEST} tokens: raise task.lengths={list(self.lengths)}"
+            )
         if not 0 <= env.seed < 2**32:
             raise TaskError(f"seed={env.seed} must be in 0..{2**32 - 1} for RULER")
         if env.window is not None and longest > env.window:
-            raise TaskError(f"task.lengths has {longest}, the model takes {env.window} tokens: use lengths up to that")
+            raise TaskError(
+                f"task.lengths has {longest}, the model takes {env.window} tokens: use lengths up to that"
+            )
 
     def _of_leaderboard(self, env: TaskEnv) -> Iterator[Group]:
         for length in self.lengths:
@@ -158,7 +180,9 @@ class Ruler(Task):
             for index, prompt in enumerate(make()):
                 for one in prompt.questions:
                     digest.update("\0".join((one.text, *one.references, "")).encode())
-                yield from self._asked([_example(task, length, index, one) for one in prompt.questions])
+                yield from self._asked(
+                    [_example(task, length, index, one) for one in prompt.questions]
+                )
             self._provenance.setdefault("sha256", {})[f"{task}/{length}"] = digest.hexdigest()
 
     def _asked(self, questions: Sequence[Example]) -> Iterator[Example]:
@@ -166,10 +190,15 @@ class Ruler(Task):
         of one conversation."""
         first, *rest = questions
         if self.conversation:
-            said = tuple(Turn(one.question, one.references, one.prefix, data=one.data) for one in rest)
+            said = tuple(
+                Turn(one.question, one.references, one.prefix, data=one.data) for one in rest
+            )
             yield replace(first, further=said)
         elif rest:
-            yield from (replace(one, id=f"{one.id}.{number}", unit=one.id) for number, one in enumerate(questions))
+            yield from (
+                replace(one, id=f"{one.id}.{number}", unit=one.id)
+                for number, one in enumerate(questions)
+            )
         else:
             yield first
 
@@ -250,6 +279,10 @@ def weighted_averages(by_length: Mapping[int, float]) -> tuple[float, float]:
     """
     scores = [by_length[length] for length in sorted(by_length)]
     weights = range(1, len(scores) + 1)
-    rising = sum(weight * score for weight, score in zip(weights, scores, strict=True)) / sum(weights)
-    falling = sum(weight * score for weight, score in zip(weights, reversed(scores), strict=True)) / sum(weights)
+    rising = sum(weight * score for weight, score in zip(weights, scores, strict=True)) / sum(
+        weights
+    )
+    falling = sum(
+        weight * score for weight, score in zip(weights, reversed(scores), strict=True)
+    ) / sum(weights)
     return rising, falling

@@ -34,7 +34,9 @@ class CommonWords(Generator):
 
     new_tokens = NEW_TOKENS["cwe"]
 
-    def __init__(self, text: TextTools, streams: Streams, length: int, *, english: Sequence[str] = ()) -> None:
+    def __init__(
+        self, text: TextTools, streams: Streams, length: int, *, english: Sequence[str] = ()
+    ) -> None:
         super().__init__(text, streams, length, unit=10)
         self._english = english
         self._words = list(distinct_words())
@@ -60,7 +62,9 @@ class CommonWords(Generator):
         before = f"{example} {_numbered(example_answers)}\n"
         return TEMPLATES["cwe"].fill(context, answers, before=before, data={"words": size})
 
-    def _list(self, size: int, common_repeats: int, other_repeats: int) -> tuple[str, tuple[str, ...]]:
+    def _list(
+        self, size: int, common_repeats: int, other_repeats: int
+    ) -> tuple[str, tuple[str, ...]]:
         pool = self._words if size <= len(self._words) else self._english
         if size > len(pool):
             raise TaskError(
@@ -142,6 +146,8 @@ class FrequentWords(Generator):
     def _coded(self, vocabulary: Sequence[str], size: int) -> FilledTemplate:
         ranks = np.arange(1, len(vocabulary) + 1)
         repeats = (size * (ranks**-ALPHA) / ZETA).astype(int)
-        words = [word for word, count in zip(vocabulary, repeats, strict=True) for _ in range(count)]
+        words = [
+            word for word, count in zip(vocabulary, repeats, strict=True) for _ in range(count)
+        ]
         self.streams.shuffle(words)
         return TEMPLATES["fwe"].fill(" ".join(words), tuple(vocabulary[1:4]), data={"words": size})

@@ -28,16 +28,20 @@ from evals.ruler.vocabulary import Streams, words_sha256
 log = logging.getLogger(__name__)
 
 OFFICIAL = "official"  # prompts equal those of the official scripts, string by string
-DOUBLED = (1024, 2048, 4096, 8192, 16384)  # lengths to name where a task does not fit the one that was asked for
+# lengths to name where a task does not fit the one that was asked for
+DOUBLED = (1024, 2048, 4096, 8192, 16384)
 FINE = "fine-1"  # our own prompts below OFFICIAL_FROM tokens; raised when they change
-GENERATOR = f"{OFFICIAL}-1 {FINE}"  # raised when any prompt changes: cached ones are then made again
+# raised when any prompt changes: cached ones are then made again
+GENERATOR = f"{OFFICIAL}-1 {FINE}"
 
 
 class Factory:
     """Make RULER's prompts for one run. Data sets are read when it is made, and only those that the
     run's tasks need."""
 
-    def __init__(self, env: TaskEnv, tasks: Sequence[str], haystack_name: str, questions: int = 1) -> None:
+    def __init__(
+        self, env: TaskEnv, tasks: Sequence[str], haystack_name: str, questions: int = 1
+    ) -> None:
         self._env, self._questions = env, questions
         self._haystack = haystack.load(haystack_name, env) if any(map(_uses_essay, tasks)) else None
         self._corpora = {task: qa.load(task, env) for task in tasks if FAMILIES[task] == "qa"}
@@ -58,10 +62,16 @@ class Factory:
         return [FilledTemplate.from_row(row) for row in rows]
 
     def provenance(self) -> dict[str, Any]:
-        provenance: dict[str, Any] = {"seed": self._env.seed, "tokenizer": self._env.text.fingerprint}
+        provenance: dict[str, Any] = {
+            "seed": self._env.seed,
+            "tokenizer": self._env.text.fingerprint,
+        }
         provenance["words_sha256"] = words_sha256()
         if self._haystack is not None:
-            provenance |= {"haystack": self._haystack.name, "haystack_sha256": self._haystack.sha256}
+            provenance |= {
+                "haystack": self._haystack.name,
+                "haystack_sha256": self._haystack.sha256,
+            }
             provenance["splitter"] = haystack.SPLITTER
         for task, corpus in self._corpora.items():
             provenance[task] = {"origin": corpus.origin, "sha256": corpus.sha256}
@@ -72,10 +82,15 @@ class Factory:
             prompts = self._generator(task, length).prompts(samples)
         except TooShort as error:
             remedies = (
-                f" ({longer} would do)" for longer in DOUBLED if longer > length and self._fits(task, longer, samples)
+                f" ({longer} would do)"
+                for longer in DOUBLED
+                if longer > length and self._fits(task, longer, samples)
             )
             raise TooShort(f"{task} does not fit {length} tokens{next(remedies, '')}") from error
-        stamp = {"generator": OFFICIAL if length >= OFFICIAL_FROM else FINE, "haystack": self._haystack_name(task)}
+        stamp = {
+            "generator": OFFICIAL if length >= OFFICIAL_FROM else FINE,
+            "haystack": self._haystack_name(task),
+        }
         return [replace(prompt, data={**stamp, **prompt.data}).row() for prompt in prompts]
 
     def _fits(self, task: str, length: int, samples: int) -> bool:
@@ -86,10 +101,23 @@ class Factory:
 
     def _key(self, task: str, length: int, samples: int) -> dict[str, Any]:
         """Return everything that shapes the prompts, which names their file in the cache."""
-        key: dict[str, Any] = {"generator": GENERATOR, "task": task, "length": length, "samples": samples}
-        key |= {"seed": self._env.seed, "tokenizer": self._env.text.fingerprint, "words": words_sha256()}
+        key: dict[str, Any] = {
+            "generator": GENERATOR,
+            "task": task,
+            "length": length,
+            "samples": samples,
+        }
+        key |= {
+            "seed": self._env.seed,
+            "tokenizer": self._env.text.fingerprint,
+            "words": words_sha256(),
+        }
         if self._haystack is not None and _uses_essay(task):
-            key |= {"haystack": self._haystack.name, "text": self._haystack.sha256, "splitter": haystack.SPLITTER}
+            key |= {
+                "haystack": self._haystack.name,
+                "text": self._haystack.sha256,
+                "splitter": haystack.SPLITTER,
+            }
         if self._questions > 1:
             key["questions"] = self._questions
         if task in self._corpora:
@@ -112,7 +140,9 @@ class Factory:
         match FAMILIES[task]:
             case "niah":
                 essay = self._essay if _uses_essay(task) else ()
-                return Niah(text, streams, length, kind=KINDS[task], essay=essay, questions=self._questions)
+                return Niah(
+                    text, streams, length, kind=KINDS[task], essay=essay, questions=self._questions
+                )
             case "vt":
                 return Tracing(text, streams, length)
             case "cwe":

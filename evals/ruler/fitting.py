@@ -74,7 +74,9 @@ class Generator(ABC):
 
     def count(self, prompt: FilledTemplate) -> int:
         """Return the number of tokens of a prompt, asked with the longest of its questions."""
-        return max(self.text.count(one.user, one.prefix, chat=self.chat) for one in prompt.questions)
+        return max(
+            self.text.count(one.user, one.prefix, chat=self.chat) for one in prompt.questions
+        )
 
     def largest(self, tokens_per_unit: float) -> int:
         """Return the largest haystack size that the search of RULER's scripts tries, where each
@@ -93,7 +95,10 @@ class Generator(ABC):
         `reserved`: tokens kept free."""
         limit = self.length - reserved
         largest = self.largest(self.count(self.probe(first, 0)) / first)
-        return bisect_size(self.unit, largest, lambda size: self.count(self.probe(size, 0)) <= limit) or self.unit
+        return (
+            bisect_size(self.unit, largest, lambda size: self.count(self.probe(size, 0)) <= limit)
+            or self.unit
+        )
 
     def fine(self, samples: int) -> list[FilledTemplate]:
         """Draw `samples` prompts for a length below `OFFICIAL_FROM`: each has the largest haystack
@@ -104,7 +109,9 @@ class Generator(ABC):
             prompts.append(prompt)
         return prompts
 
-    def largest_prompt(self, start: int, draw: Callable[[int], FilledTemplate]) -> tuple[int, FilledTemplate]:
+    def largest_prompt(
+        self, start: int, draw: Callable[[int], FilledTemplate]
+    ) -> tuple[int, FilledTemplate]:
         """Return the largest size at which a prompt drawn by `draw(size)` fits, and that prompt.
         The search gallops from `start`, then bisects."""
         low, high = self.minimum(0) - 1, self.length + 1  # a unit has at least one token
@@ -127,7 +134,11 @@ class Generator(ABC):
     def noted(self, prompt: FilledTemplate) -> FilledTemplate | None:
         """Return the prompt with its token count written into `data`, or None if it is too long."""
         tokens = self.count(prompt) + self.new_tokens
-        return replace(prompt, data={**prompt.data, "tokens": tokens}) if tokens <= self.length else None
+        return (
+            replace(prompt, data={**prompt.data, "tokens": tokens})
+            if tokens <= self.length
+            else None
+        )
 
     def stepping_down(self, size: int, index: int) -> FilledTemplate:
         """Draw prompts until one fits, each time with a haystack that is one unit smaller if

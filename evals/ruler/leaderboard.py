@@ -29,12 +29,16 @@ def file_of(length: int) -> Source:
     """Return where the rows of a length are. Of several parquet files none is taken: one alone
     would be a part of the rows."""
     places = [
-        f"{folder}/{length}/{name}" for folder in (REPO, "ruler") for name in (FILE, "test.parquet", "test.jsonl")
+        f"{folder}/{length}/{name}"
+        for folder in (REPO, "ruler")
+        for name in (FILE, "test.parquet", "test.jsonl")
     ]
     if length not in LENGTHS:  # a file of the user's own
         other = f"{REPO}/{length} (the data set has lengths {', '.join(map(str, LENGTHS))})"
         return Source(name=other, local=tuple(places))
-    return Source(name=f"{REPO}/{length}", local=tuple(places), hub_repo=REPO, hub_file=f"{length}/{FILE}")
+    return Source(
+        name=f"{REPO}/{length}", local=tuple(places), hub_repo=REPO, hub_file=f"{length}/{FILE}"
+    )
 
 
 def prompts(
@@ -47,9 +51,13 @@ def prompts(
         rows = [row for row in contents.rows if row["task"] == task]
         if not rows:
             there = ", ".join(sorted({row["task"] for row in contents.rows}))
-            raise TaskError(f"{REPO}/{length}: {contents.origin} has no {task}, but {there}: set task.tasks to these")
+            raise TaskError(
+                f"{REPO}/{length}: {contents.origin} has no {task}, but {there}: set task.tasks to these"
+            )
         if len(rows) < samples:
-            raise too_few(f"{REPO}/{length}: {contents.origin}", f"rows of {task}", len(rows), samples)
+            raise too_few(
+                f"{REPO}/{length}: {contents.origin}", f"rows of {task}", len(rows), samples
+            )
         yield task, [_prompt(row, stamp) for row in rows[:samples]], contents.provenance
 
 

@@ -16,7 +16,8 @@ from evals.ruler.fitting import Generator
 from evals.ruler.templates import NEW_TOKENS, NIAH_NEEDLE, NOISE, TEMPLATES, FilledTemplate
 from evals.ruler.vocabulary import Streams, keys
 
-DEPTHS = tuple(int(depth) for depth in np.round(np.linspace(0, 100, num=40)))  # percent of the sentences
+# percent of the sentences
+DEPTHS = tuple(int(depth) for depth in np.round(np.linspace(0, 100, num=40)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,11 @@ class Niah(Generator):
     def probe(self, size: int, index: int) -> FilledTemplate:
         names, values, needles = self._needles()
         self.streams.shuffle(needles)
-        context = self._in_essay(size, needles) if self.kind.haystack == "essay" else self._in_lines(size, needles)
+        context = (
+            self._in_essay(size, needles)
+            if self.kind.haystack == "essay"
+            else self._in_lines(size, needles)
+        )
         count = self.kind.queries
         drawn = self.streams.python.sample(range(self.kind.keys), count * self.questions)
         filled = []
@@ -95,7 +100,11 @@ class Niah(Generator):
             depth = 100 * context.index(answers[0]) / len(context)  # in percent, as in every task
             query = _enumeration([names[i] for i in wanted])
             data = {"depth": round(depth, 2)}
-            filled.append(self.template.fill(context, answers, data=data, type_needle_v=self.noun, query=query))
+            filled.append(
+                self.template.fill(
+                    context, answers, data=data, type_needle_v=self.noun, query=query
+                )
+            )
         return filled[0].asked_more(filled[1:])
 
     def _draw(self, kind: str) -> str:
@@ -117,7 +126,11 @@ class Niah(Generator):
     def _in_essay(self, size: int, needles: list[str]) -> str:
         """Return `size` words of the essay with the needles between its sentences, at distinct
         depths. Text that is too short is repeated."""
-        words = self.essay if size <= len(self.essay) else list(self.essay) * -(-size // len(self.essay))
+        words = (
+            self.essay
+            if size <= len(self.essay)
+            else list(self.essay) * -(-size // len(self.essay))
+        )
         sentences = split_sentences(" ".join(words[:size]).strip())
         depths = self.streams.python.sample(DEPTHS, len(needles))
         places = sorted(int(len(sentences) * (depth / 100)) for depth in depths)

@@ -32,7 +32,8 @@ class OfficialFile:
     def prompts(self, samples: int) -> list[FilledTemplate]:
         """Return the prompts that the first `samples` records of the file hold."""
         content = self.path.read_bytes()
-        lines = text_of(content, self._place).split("\n")  # other line separators may stand inside a record
+        # other line separators may stand inside a record
+        lines = text_of(content, self._place).split("\n")
         numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
         stamp = f"official file {hashlib.sha256(content).hexdigest()[:16]}"
         prompts = [self._prompt(line, number, stamp) for number, line in numbered[:samples]]
@@ -51,7 +52,10 @@ class OfficialFile:
             user, prefix = user[:cut], user[cut:]
         start = template.question_start(user)
         if start < 0 or not template.opens(user):
-            raise self._error(number, f"is no {self.task} prompt, or stands in a chat template: write it with `base`")
+            raise self._error(
+                number,
+                f"is no {self.task} prompt, or stands in a chat template: write it with `base`",
+            )
         data = {"generator": stamp}
         if record.get("length") is not None:
             data["tokens"] = record["length"]
@@ -69,16 +73,23 @@ def find(source: Path, tasks: Sequence[str], lengths: Sequence[int]) -> Iterator
     """Yield the file of each length and task, from the folder `source` that RULER's own scripts
     wrote."""
     if not source.is_dir():
-        raise TaskError(f"task.source={source} is not a folder: name the one that the official scripts wrote")
+        raise TaskError(
+            f"task.source={source} is not a folder: name the one that the official scripts wrote"
+        )
     for length in lengths:
         for task in tasks:
-            yield OfficialFile(_in_folder(source, task, length, only_length=len(lengths) == 1), task, length)
+            yield OfficialFile(
+                _in_folder(source, task, length, only_length=len(lengths) == 1), task, length
+            )
 
 
 def _in_folder(source: Path, task: str, length: int, *, only_length: bool) -> Path:
     """Return the path of the file for a task and length. A file that is in no folder of its length
     is taken only where that is the one length asked for (`only_length`)."""
-    places = [source / str(length) / task / "validation.jsonl", source / str(length) / f"{task}.jsonl"]
+    places = [
+        source / str(length) / task / "validation.jsonl",
+        source / str(length) / f"{task}.jsonl",
+    ]
     if only_length:
         places += [source / task / "validation.jsonl", source / f"{task}.jsonl"]
     path = next((place for place in places if place.is_file()), None)

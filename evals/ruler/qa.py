@@ -30,8 +30,13 @@ SOURCES = {
     ),
     "qa_2": Source(
         name="HotpotQA dev distractor",
-        local=("hotpotqa/hotpot_dev_distractor*.json", "hotpot_dev_distractor*.json", "hotpotqa.json"),
-        hub_repo="namlh2004/hotpotqa",  # the copy that RULER names, since the original's host is gone
+        local=(
+            "hotpotqa/hotpot_dev_distractor*.json",
+            "hotpot_dev_distractor*.json",
+            "hotpotqa.json",
+        ),
+        # the copy that RULER names, since the original's host is gone
+        hub_repo="namlh2004/hotpotqa",
         hub_file="hotpot_dev_distractor_v1.json",
         hub_revision="7e54db4656209750ff487f6fdf8e39a66dba136b",
     ),
@@ -64,7 +69,8 @@ class Corpus:
 
 _ENTRY = {"question": "text", "is_impossible": "true or false", "answers": [{"text": "text"}]}
 SQUAD = {"data": [{"paragraphs": [{"context": "text", "qas": [_ENTRY]}]}]}
-SQUAD_ROW = {"title": "text", "context": "text", "question": "text", "answers": {"text": ["text"]}}  # a row on the hub
+# a row on the hub
+SQUAD_ROW = {"title": "text", "context": "text", "question": "text", "answers": {"text": ["text"]}}
 HOTPOTQA_ROW = {
     "question": "text",
     "answer": "text that is not blank",
@@ -87,11 +93,20 @@ def _articles(rows: Sequence[Row]) -> dict[str, Any]:
     articles: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for number, row in enumerate(rows, 1):
         texts = [{"text": text} for text in row["answers"]["text"]]
-        entry = {"question": row["question"], "is_impossible": not texts, "answers": texts, "place": f"row {number}"}
+        entry = {
+            "question": row["question"],
+            "is_impossible": not texts,
+            "answers": texts,
+            "place": f"row {number}",
+        }
         articles.setdefault(row["title"], {}).setdefault(row["context"], []).append(entry)
     return {
         "data": [
-            {"paragraphs": [{"context": context, "qas": entries} for context, entries in paragraphs.items()]}
+            {
+                "paragraphs": [
+                    {"context": context, "qas": entries} for context, entries in paragraphs.items()
+                ]
+            }
             for paragraphs in articles.values()
         ]
     }
@@ -126,7 +141,10 @@ def _read_hotpotqa(content: Content, name: str) -> tuple[list[Question], list[st
     """Return the questions of HotpotQA and all documents. A question has ten paragraphs of its own,
     two of which (gold) contain the answer."""
     data = rows_of(content, name, HOTPOTQA_ROW).rows
-    paragraphs = [[(title, f"{title}\n{''.join(lines)}") for title, lines in entry["context"]] for entry in data]
+    paragraphs = [
+        [(title, f"{title}\n{''.join(lines)}") for title, lines in entry["context"]]
+        for entry in data
+    ]
     documents = sorted({document for entry in paragraphs for _, document in entry})
     number = {document: i for i, document in enumerate(documents)}
     questions = []
@@ -177,7 +195,9 @@ class QuestionAnswering(Generator):
         question = self.corpus.questions[index]
         shown = [self.corpus.documents[number] for number in numbers]
         self.streams.shuffle(shown)
-        context = "\n\n".join(DOCUMENT.format(i=i, document=document) for i, document in enumerate(shown, start=1))
+        context = "\n\n".join(
+            DOCUMENT.format(i=i, document=document) for i, document in enumerate(shown, start=1)
+        )
         data = {"question": index, "documents": len(shown)}
         return TEMPLATES["qa"].fill(context, question.answers, data=data, query=question.query)
 
@@ -197,8 +217,13 @@ class QuestionAnswering(Generator):
         if best is None:
             return None
         near, others = [*question.own, *question.related], range(len(self.corpus.documents))
-        candidates = [*self.streams.python.sample(near, len(near)), *self.streams.python.choices(others, k=TRIED)]
-        for number in [number for number in dict.fromkeys(candidates) if number not in question.gold][:TRIED]:
+        candidates = [
+            *self.streams.python.sample(near, len(near)),
+            *self.streams.python.choices(others, k=TRIED),
+        ]
+        for number in [
+            number for number in dict.fromkeys(candidates) if number not in question.gold
+        ][:TRIED]:
             longer = self.noted(self._ask(index, [*chosen, number]))
             if longer is not None:
                 best = longer

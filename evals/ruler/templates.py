@@ -25,13 +25,17 @@ class FilledTemplate:
     data: Mapping[str, Any] = field(default_factory=dict)
     more: tuple[Mapping[str, Any], ...] = ()  # what differs in further questions on this context
     apart: bool = False  # as `Example.apart`
-    new_tokens: int | None = None  # of the answer, at most; None: as many as RULER's scripts keep free
+    # of the answer, at most; None: as many as RULER's scripts keep free
+    new_tokens: int | None = None
 
     @property
     def questions(self) -> tuple[FilledTemplate, ...]:
         """Return a prompt for each question on this context, the first one included."""
         data, first = self.data, replace(self, more=())
-        return (first, *(replace(first, **{**one, "data": {**data, **one["data"]}}) for one in self.more))
+        return (
+            first,
+            *(replace(first, **{**one, "data": {**data, **one["data"]}}) for one in self.more),
+        )
 
     @property
     def user(self) -> str:
@@ -45,7 +49,9 @@ class FilledTemplate:
         """Return this prompt with further questions: those of `others`, which have the same
         context."""
         own = ("question", "prefix", "references", "data")
-        return replace(self, more=tuple({name: getattr(one, name) for name in own} for one in others))
+        return replace(
+            self, more=tuple({name: getattr(one, name) for name in own} for one in others)
+        )
 
     def row(self) -> dict[str, Any]:
         return asdict(self)
@@ -78,7 +84,12 @@ class Template:
         surrounds it."""
 
         def edit(text: str) -> str:
-            for old, new in (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer")):
+            for old, new in (
+                ("Some", "A"),
+                ("are all", "is"),
+                ("are", "is"),
+                ("answers", "answer"),
+            ):
                 text = text.replace(old, new)
             return text
 
@@ -115,7 +126,9 @@ class Template:
         spelling too, or -1 if `text` does not end with it."""
         start = text.rfind(self.prefix[:10])
         forms = (_prefix_pattern(template.prefix) for template in (self, self.singular()))
-        return start if start >= 0 and any(re.fullmatch(form, text[start:]) for form in forms) else -1
+        return (
+            start if start >= 0 and any(re.fullmatch(form, text[start:]) for form in forms) else -1
+        )
 
 
 def _prefix_pattern(prefix: str) -> str:

@@ -38,7 +38,9 @@ class _Chain(Generator):
         for shift, (place, assignment) in enumerate(zip(places, chain, strict=True)):
             lines.insert(place + shift, assignment)
         context = "\n".join(lines).replace(". \n", ".\n")
-        return TEMPLATES["vt"].fill(context, tuple(names), before=before, query=value, num_v=str(HOPS + 1))
+        return TEMPLATES["vt"].fill(
+            context, tuple(names), before=before, query=value, num_v=str(HOPS + 1)
+        )
 
     def value(self) -> str:
         return self.streams.value()
@@ -102,7 +104,10 @@ class Tracing(_Chain):
         the example changes, as in the official script."""
         prompt = self.fill(size, before="")
         return FilledTemplate(
-            f"{self._fresh_example()}\n{prompt.context}", prompt.question, prompt.prefix, prompt.references
+            f"{self._fresh_example()}\n{prompt.context}",
+            prompt.question,
+            prompt.prefix,
+            prompt.references,
         )
 
     def _fresh_example(self) -> str:

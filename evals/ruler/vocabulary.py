@@ -101,7 +101,9 @@ def word_lists() -> dict[str, tuple[str, ...]]:
     folder = resources.files("wonderwords.assets")
     kinds = ("adjective", "noun", "verb")
     texts = {kind: (folder / f"{kind}list.txt").read_text(encoding="utf-8") for kind in kinds}
-    return {kind: tuple(line.rstrip() for line in text.splitlines()) for kind, text in texts.items()}
+    return {
+        kind: tuple(line.rstrip() for line in text.splitlines()) for kind, text in texts.items()
+    }
 
 
 @lru_cache(maxsize=1)

@@ -13,7 +13,16 @@ from typing import Any, ClassVar
 from evals.base import Example, Score, Task, TaskEnv, TaskError, Turn
 from evals.data import Row, Source, open_rows, require
 from evals.scbench import scoring
-from evals.scbench.tables import HUB_REPO, MAX_NEW_TOKENS, OPENING, PROMPTS, SKILLS, fields, names, shape
+from evals.scbench.tables import (
+    HUB_REPO,
+    MAX_NEW_TOKENS,
+    OPENING,
+    PROMPTS,
+    SKILLS,
+    fields,
+    names,
+    shape,
+)
 
 MODES = ("multi_turn", "multi_request")
 LISTS = ("scbench_vt", "scbench_choice_eng")  # whose answers are several texts
@@ -42,9 +51,13 @@ class SCBench(Task):
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise TaskError(f"task.mode={self.mode!r} is unknown: choose one of {', '.join(MODES)}.")
+            raise TaskError(
+                f"task.mode={self.mode!r} is unknown: choose one of {', '.join(MODES)}."
+            )
         if self.mode == "multi_request" and not self.golden:
-            raise TaskError("task.golden=false is of conversations: requests do not see one another's answers.")
+            raise TaskError(
+                "task.golden=false is of conversations: requests do not see one another's answers."
+            )
         for name, least in (("samples", 1), ("turns", 1), ("max_prompt_tokens", 2)):
             if (value := getattr(self, name)) is not None and value < least:
                 raise TaskError(f"task.{name}={value} must be at least {least}.")
@@ -62,7 +75,9 @@ class SCBench(Task):
             self._opened[name] = opened.provenance
             for index, row in enumerate(opened.rows[: self.samples]):
                 try:
-                    turns = [_Asked.of(name, row, turn) for turn in row["multi_turns"][: self.turns]]
+                    turns = [
+                        _Asked.of(name, row, turn) for turn in row["multi_turns"][: self.turns]
+                    ]
                 except ValueError as error:
                     raise TaskError(
                         f"row {index + 1} of {opened.origin} is not SCBench's ({error}): fetch the file again"
@@ -79,7 +94,9 @@ class SCBench(Task):
             return Score(value, {"qa_chn_whole": scoring.characters_f1(output, answers)})
         return Score(value)
 
-    def averages(self, groups: Mapping[str, float], details: Mapping[str, float] | None = None) -> dict[str, float]:
+    def averages(
+        self, groups: Mapping[str, float], details: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
         """Return `mean` over tasks, the mean of each of the paper's skills whose tasks all ran,
         and, where official scores compare single characters, those that compare whole answers."""
         skills = {
@@ -107,7 +124,9 @@ class SCBench(Task):
             hub_revision=self.revision,
         )
 
-    def _conversation(self, row_id: str, name: str, turns: Sequence[_Asked], env: TaskEnv) -> Iterator[Example]:
+    def _conversation(
+        self, row_id: str, name: str, turns: Sequence[_Asked], env: TaskEnv
+    ) -> Iterator[Example]:
         """Yield one row as a conversation. With a chat template, later turns of math_find begin
         with the question of the row's last turn, as in the official code."""
         plain = env.text.count("") == 0
@@ -124,7 +143,8 @@ class SCBench(Task):
             for before, turn in pairwise(turns)
         )
         later = sum(
-            env.text.count(turn.question, turn.prefix) + len(env.text.encode(turn.reply or "")) for turn in further
+            env.text.count(turn.question, turn.prefix) + len(env.text.encode(turn.reply or ""))
+            for turn in further
         )
         context, question = _split(PROMPTS[name].first, turns[0].fields)
         yield Example(
@@ -135,7 +155,9 @@ class SCBench(Task):
             max_prompt_tokens=self._limit(env, len(turns) * MAX_NEW_TOKENS[name] + later),
         )
 
-    def _requests(self, row_id: str, name: str, turns: Sequence[_Asked], env: TaskEnv) -> Iterator[Example]:
+    def _requests(
+        self, row_id: str, name: str, turns: Sequence[_Asked], env: TaskEnv
+    ) -> Iterator[Example]:
         """Yield one row as an example for each of its questions. Where they are too long, only the
         context is cut, so that all share the same."""
         questions = [PROMPTS[name].later.format_map(turn.fields) for turn in turns]
@@ -153,7 +175,9 @@ class SCBench(Task):
             return self.max_prompt_tokens
         limit = env.window - rest - env.text.count("") - SPARE_TOKENS
         if limit < 2:
-            raise TaskError(f"The model's window of {env.window} tokens has no room for a context: lower task.turns.")
+            raise TaskError(
+                f"The model's window of {env.window} tokens has no room for a context: lower task.turns."
+            )
         return limit
 
 

@@ -54,7 +54,8 @@ def first_number(output: str, answer: float) -> float:
     if match is None:
         return 0.0
     number = float(match[0])
-    whole = isinstance(answer, int) and isfinite(number)  # thousands of digits make an infinite number
+    # thousands of digits make an infinite number
+    whole = isinstance(answer, int) and isfinite(number)
     return float((int(number) if whole else number) == answer)
 
 
@@ -80,7 +81,10 @@ def choice(output: str, answers: Sequence[str]) -> float:
     for prefix in _PREFIXES:
         if (place := text.find(prefix)) >= 0:
             rest = text[place + len(prefix) + 1 :]
-            return float(any(rest.startswith(answer) for answer in answers) and len(text) > place + len(prefix))
+            return float(
+                any(rest.startswith(answer) for answer in answers)
+                and len(text) > place + len(prefix)
+            )
     word = next((word for word in text.split() if word in OPTIONS), "")
     return float(word in answers)
 

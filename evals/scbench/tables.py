@@ -54,14 +54,18 @@ class Prompts(NamedTuple):
 
 PROMPTS = {
     name: Prompts(**{"later_plain": said["later"], **said})
-    for name, said in json.loads(Path(__file__).with_name("prompts.json").read_text(encoding="utf-8")).items()
+    for name, said in json.loads(
+        Path(__file__).with_name("prompts.json").read_text(encoding="utf-8")
+    ).items()
 }
 
 
 ANSWERS = {
     "scbench_vt": ["text", ...],
     "scbench_mf": "a number or a list of numbers",
-    **dict.fromkeys(("scbench_qa_eng", "scbench_qa_chn", "scbench_many_shot"), "text or a list of texts"),
+    **dict.fromkeys(
+        ("scbench_qa_eng", "scbench_qa_chn", "scbench_many_shot"), "text or a list of texts"
+    ),
 }
 
 
@@ -106,7 +110,11 @@ def names(tasks: str | list[str] | tuple[str, ...]) -> tuple[str, ...]:
     wanted = PRESETS.get(tasks, (tasks,)) if isinstance(tasks, str) else tuple(dict.fromkeys(tasks))
     for name in wanted:
         if name in ABSENT:
-            raise TaskError(f"task.tasks: {name} {ABSENT[name]}, which is not offered: choose others.")
+            raise TaskError(
+                f"task.tasks: {name} {ABSENT[name]}, which is not offered: choose others."
+            )
     if not wanted or not set(wanted) <= set(MAX_NEW_TOKENS):
-        raise TaskError(f"task.tasks={tasks!r}: choose {', '.join(PRESETS)}, or of {', '.join(MAX_NEW_TOKENS)}.")
+        raise TaskError(
+            f"task.tasks={tasks!r}: choose {', '.join(PRESETS)}, or of {', '.join(MAX_NEW_TOKENS)}."
+        )
     return wanted

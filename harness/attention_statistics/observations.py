@@ -20,7 +20,11 @@ from methods.base import AttnInput, LayerSpec
 POINTS = 60
 LINE = "#bb5500"  # colour of a threshold
 Figures = Mapping[str, Any]  # figures of one layer: plain numbers and lists
-KINDS = {"before": "keys before the rotation", "after": "keys after the rotation", "values": "values"}
+KINDS = {
+    "before": "keys before the rotation",
+    "after": "keys after the rotation",
+    "values": "values",
+}
 BINS = 40  # bins of a cosine from -1 to 1
 MASS_SHARES = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # shares of the tokens
 HITTER_SHARES = tuple(place / 20 for place in range(1, 21))
@@ -60,10 +64,14 @@ def causal_weights(x: AttnInput, spec: LayerSpec, first: int, last: int) -> Tens
     logits = q @ x.k[0].float().unsqueeze(1).transpose(-1, -2) * spec.scale
     positions = logits.new_tensor(range(tokens))
     hidden = positions > positions[first:last].unsqueeze(1)
-    return softmax(logits.masked_fill(hidden, float("-inf"))[None], spec.sink_logits)[0].flatten(0, 1)
+    return softmax(logits.masked_fill(hidden, float("-inf"))[None], spec.sink_logits)[0].flatten(
+        0, 1
+    )
 
 
-def line_per_layer(axes: Axes, x: Sequence[Sequence[float]], y: Sequence[Sequence[float]], **labels: Any) -> None:
+def line_per_layer(
+    axes: Axes, x: Sequence[Sequence[float]], y: Sequence[Sequence[float]], **labels: Any
+) -> None:
     """Draw a line per layer, darker for later layers. `labels`: as `Axes.set` takes them."""
     for index, (across, up) in enumerate(zip(x, y, strict=True)):
         opacity = 0.15 + 0.7 * index / max(1, len(x) - 1)
@@ -211,7 +219,8 @@ class AttentionMass(Observation):
     def of_layer(self, x: AttnInput, spec: LayerSpec) -> Figures:
         tokens = x.k.shape[2]
         weights = causal_weights(x, spec, max(0, tokens - self.queries), tokens)
-        falling = weights.sort(-1, descending=True).values.mean((0, 1))  # [N], over heads and queries
+        # [N], over heads and queries
+        falling = weights.sort(-1, descending=True).values.mean((0, 1))
         ranks = spread(tokens)
         return {
             **mass_of_top(falling, MASS_SHARES),
@@ -225,8 +234,13 @@ class AttentionMass(Observation):
         axis = {"xscale": "log", "yscale": "log", "xlabel": "rank of the token"}
         axis |= {"ylabel": "attention weight, mean over heads and queries"}
         ranks, falling = ([layer[key] for layer in layers] for key in ("ranks", "falling"))
-        line_per_layer(curves, ranks, falling, title="falling weights; a line per layer, darker: later", **axis)
-        axis = {"xlabel": "tokens with the largest weights (%)", "ylabel": "attention weight on them (%)"}
+        line_per_layer(
+            curves, ranks, falling, title="falling weights; a line per layer, darker: later", **axis
+        )
+        axis = {
+            "xlabel": "tokens with the largest weights (%)",
+            "ylabel": "attention weight on them (%)",
+        }
         paint_shares(shares, layers, MASS_SHARES, xscale="log", **axis)
 
 
@@ -268,8 +282,15 @@ class HeavyHitters(Observation):
         bars, curves = panels
         sparsity = [100 * layer["sparsity"] for layer in layers]
         bars.bar(range(len(layers)), sparsity, color="#1a59b3")
-        bars.set(xlabel="layer", ylabel=f"weights below {self.zero:g} of their row's largest (%)", ylim=(0, 100))
-        axis = {"xlabel": "tokens with the most weight (%)", "ylabel": "accumulated weight on them (%)"}
+        bars.set(
+            xlabel="layer",
+            ylabel=f"weights below {self.zero:g} of their row's largest (%)",
+            ylim=(0, 100),
+        )
+        axis = {
+            "xlabel": "tokens with the most weight (%)",
+            "ylabel": "accumulated weight on them (%)",
+        }
         paint_shares(curves, layers, HITTER_SHARES, title="a line per layer, darker: later", **axis)
 
 
@@ -281,7 +302,9 @@ def mass_of_top(falling: Tensor, shares: Sequence[float]) -> dict[str, float]:
     return {f"top_{share:g}": top for share, top in zip(shares, rounded(tops), strict=True)}
 
 
-def paint_shares(axes: Axes, layers: Sequence[Figures], shares: Sequence[float], **labels: Any) -> None:
+def paint_shares(
+    axes: Axes, layers: Sequence[Figures], shares: Sequence[float], **labels: Any
+) -> None:
     percents = [[100 * layer[f"top_{share:g}"] for share in shares] for layer in layers]
     across = [[100 * share for share in shares]] * len(layers)
     line_per_layer(axes, across, percents, ylim=(0, 100), **labels)

@@ -28,7 +28,9 @@ from methods.layers.window import whole_layers
 SCHEMA = 1
 
 
-def observe(name: str, observation: Observation, task: Task, model: ModelSource, wanted: Settings) -> dict[str, Any]:
+def observe(
+    name: str, observation: Observation, task: Task, model: ModelSource, wanted: Settings
+) -> dict[str, Any]:
     """Run the model on the task's first prompt with full attention, and return the numbers that
     `observation` computes for every layer, with what they were computed from (model, prompt,
     settings), as it is written to a file. `name`: that of the observation; `wanted`: the run's
@@ -40,17 +42,31 @@ def observe(name: str, observation: Observation, task: Task, model: ModelSource,
     check_against_generate(loaded, item.prompt.ids)
     specs = layer_specs(loaded.model)
     if any(ROTATION in spec.unknown for spec in specs):
-        raise ModelError(f"{info.name}: {ROTATION} could not be found out, and observations undo that: use another.")
+        raise ModelError(
+            f"{info.name}: {ROTATION} could not be found out, and observations undo that: use another."
+        )
     ids = torch.tensor([item.prompt.ids])
     inputs = observer(loaded.model, specs, ids)(ids.shape[1])
-    layers = [observation.of_layer(x, spec) for spec, x in zip(whole_layers(specs), inputs, strict=True)]
+    layers = [
+        observation.of_layer(x, spec) for spec, x in zip(whole_layers(specs), inputs, strict=True)
+    ]
     return {
         "schema": SCHEMA,
         "what": name,
         "options": asdict(observation),  # type: ignore[call-overload]
         "model": {"name": info.name, "revision": info.revision, "weights": info.weights},
-        "prompt": {"task": describe(task), "example": item.example.id, "tokens": ids.shape[1], "sha256": item.sha256},
-        "settings": {"dtype": settings.dtype, "device": settings.device, "chat": settings.chat, "seed": settings.seed},
+        "prompt": {
+            "task": describe(task),
+            "example": item.example.id,
+            "tokens": ids.shape[1],
+            "sha256": item.sha256,
+        },
+        "settings": {
+            "dtype": settings.dtype,
+            "device": settings.device,
+            "chat": settings.chat,
+            "seed": settings.seed,
+        },
         "layers": layers,
         "provenance": provenance(settings.device),
     }
@@ -71,6 +87,8 @@ def write(folder: Path, observation: Observation, result: dict[str, Any]) -> Non
     figure = observation.draw(result["layers"])
     prompt = result["prompt"]
     figures.title(
-        figure, observation.title, f"{result['model']['name']}, {prompt['tokens']} tokens of {prompt['example']}"
+        figure,
+        observation.title,
+        f"{result['model']['name']}, {prompt['tokens']} tokens of {prompt['example']}",
     )
     figures.save(figure, folder / "plot.png")

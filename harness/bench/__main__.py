@@ -11,7 +11,9 @@ from harness.terminal.notices import say
 KINDS = ("ops", "layer", "decode", "profile", "generate")
 
 
-@as_command("the rows so far are written, and marked as partial; the same command measures all anew")
+@as_command(
+    "the rows so far are written, and marked as partial; the same command measures all anew"
+)
 def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in KINDS:
         say(f"{__doc__}\nChoose one of {', '.join(KINDS)}.")

@@ -24,7 +24,14 @@ import torch
 from torch import Tensor
 
 from harness.bench.common import arguments, limits, methods, output
-from harness.bench.common.measure import LoadWatch, MarkedSeconds, estimate, marks, ratios, rounds_of
+from harness.bench.common.measure import (
+    LoadWatch,
+    MarkedSeconds,
+    estimate,
+    marks,
+    ratios,
+    rounds_of,
+)
 from harness.bench.common.output import Cell
 from harness.bench.common.synthetic import LayerShape
 from harness.config.settings import Settings
@@ -56,7 +63,9 @@ class Decoding:
     turn after turn of `options.new` tokens. Use it inside `routed(model)` (harness/engine/hf.py),
     which makes the model's attention run through the method's caches."""
 
-    def __init__(self, kv: Attachment, prompt: Tensor, options: argparse.Namespace, batch: int = 1) -> None:
+    def __init__(
+        self, kv: Attachment, prompt: Tensor, options: argparse.Namespace, batch: int = 1
+    ) -> None:
         self.engine = Engine(kv, graphs=usual_graphs(kv.model.device))
         self.new = options.new
         self.question = prompt[:, :0]
@@ -66,7 +75,8 @@ class Decoding:
         self._warm_up(prompt, options)
         self.first = self._first(prompt, options.synthetic, batch)  # with the seals
         for cache in self.caches:
-            cache.state.checks.on = False  # every turn of this cache would be checked as the first one of a run is
+            # every turn of this cache would be checked as the first one of a run is
+            cache.state.checks.on = False
         self.moved: list[float] = []  # bytes per step of a turn, of all sequences
 
     def _warm_up(self, prompt: Tensor, options: argparse.Namespace) -> None:
@@ -95,10 +105,16 @@ class Decoding:
         for _ in range(batch):
             began = perf_counter()
             cache = self.engine.cache(prompt, self.capacity)
-            logits = self._filled(cache, prompt) if synthetic else self.engine.prefill(cache, prompt, whole=True)
+            logits = (
+                self._filled(cache, prompt)
+                if synthetic
+                else self.engine.prefill(cache, prompt, whole=True)
+            )
             self.caches.append(cache)
             self.logits.append(logits)
-            slots.append(running.join(cache, logits, self.question, began=began, max_new_tokens=self.new))
+            slots.append(
+                running.join(cache, logits, self.question, began=began, max_new_tokens=self.new)
+            )
         while running.sequences:
             running.run()
         return [slot.out for slot in slots]
@@ -119,7 +135,9 @@ class Decoding:
         the logits of the prompt."""
         running = RunningBatch(self.engine)
         slots = [
-            running.join(cache, logits, self.question, began=perf_counter(), max_new_tokens=self.new)
+            running.join(
+                cache, logits, self.question, began=perf_counter(), max_new_tokens=self.new
+            )
             for cache, logits in zip(self.caches, self.logits, strict=True)
         ]
         while running.sequences:
@@ -132,7 +150,9 @@ class Decoding:
         watch = LoadWatch()
         self.last = self.turn()
         disturbed = watch.disturbed()
-        moved = sum(cache.traffic.total_bytes for cache in self.caches) - sum(old.total_bytes for old in before)
+        moved = sum(cache.traffic.total_bytes for cache in self.caches) - sum(
+            old.total_bytes for old in before
+        )
         self.moved.append(moved / (self.new - 1))
         times = self.last[-1].token_s  # the last one's clock has all of each step
         return MarkedSeconds((times[-1] - times[1]) / (len(times) - 2), disturbed)
@@ -140,7 +160,9 @@ class Decoding:
 
 def _shape(kv: Attachment) -> LayerShape:
     spec = kv.specs[0]
-    return LayerShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, kv.model.dtype, kv.model.device)
+    return LayerShape(
+        spec.num_heads, spec.num_kv_heads, spec.head_dim, kv.model.dtype, kv.model.device
+    )
 
 
 def measure(
@@ -163,7 +185,9 @@ def measure(
         if beside:
             full_kv = attachments.enter_context(closing(attach(full)))
             ways["full"] = Decoding(full_kv, ids, options, batch)
-        *_, times = rounds_of({name: side.timed_turn for name, side in ways.items()}, options.rounds)
+        *_, times = rounds_of(
+            {name: side.timed_turn for name, side in ways.items()}, options.rounds
+        )
     tpot_s = estimate(times["own"])
     generation = own.last[0]
     floor = floor_s(own, known["read_gb_s"])
@@ -194,7 +218,9 @@ def _mean(runs: Sequence[Generation], token: int) -> float:
     return fmean(run.token_s[token] for run in runs)
 
 
-def attachment(method: Method, loaded: LoadedModel, text: list[int], options: argparse.Namespace) -> Attachment:
+def attachment(
+    method: Method, loaded: LoadedModel, text: list[int], options: argparse.Namespace
+) -> Attachment:
     """Return the pair of a model and a method, from which an engine makes the caches that the
     model's attention then runs through. Budget, placement and the like are those of the benchmark's
     options; `text`: token ids by which a method may calibrate itself."""
@@ -269,9 +295,14 @@ def floor_s(decoding: Decoding, read_gb_s: float) -> float:
     one token passes through."""
     model, specs = decoding.engine.model, decoding.engine.attachment.specs
     attended = sum(run.measured.get("attended_total") or 0.0 for run in decoding.last)
-    rows = sum(2 * spec.num_kv_heads * spec.head_dim * attended for spec in specs) * model.dtype.itemsize
+    rows = (
+        sum(2 * spec.num_kv_heads * spec.head_dim * attended for spec in specs)
+        * model.dtype.itemsize
+    )
     weights = sum(x.nbytes for x in model.parameters())
-    table, head = (next(m.parameters()) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
+    table, head = (
+        next(m.parameters()) for m in (model.get_input_embeddings(), model.get_output_embeddings())
+    )
     weights -= 0 if table is head else table.nbytes  # a step reads a row of the embedding
     chosen = int(getattr(model.config, "num_experts_per_tok", None) or 0)
     for module in model.modules() if chosen else ():
@@ -298,7 +329,9 @@ def run(
         def measured(method: Method) -> dict[str, Any]:
             forecast = Forecast(info, tokens, options)
             count = forecast.batch(method, batch)
-            return measure(method, attach, ids, options, known, count, forecast.holds_both(method, count))
+            return measure(
+                method, attach, ids, options, known, count, forecast.holds_both(method, count)
+            )
 
         return measured
 
@@ -311,7 +344,9 @@ def _told(row: dict[str, Any]) -> str:
     return f"{row['batch']} together, {row['tpot_s'].median * 1e3:.2f} ms{beside}"
 
 
-def prompt_ids(text: list[int], tokens: int, loaded: LoadedModel, options: argparse.Namespace) -> list[int]:
+def prompt_ids(
+    text: list[int], tokens: int, loaded: LoadedModel, options: argparse.Namespace
+) -> list[int]:
     """Return the last `tokens` of the token ids in `text`. With --synthetic they are repeated if
     there are too few, because nobody reads them; otherwise `ValueError` is raised."""
     if options.synthetic:
@@ -351,20 +386,25 @@ def parser() -> argparse.ArgumentParser:
     """Return the argument parser of this benchmark."""
     model = {"shape": None, "layers": None, "synthetic": False, "overlap": "auto", "batch": [1]}
     shared = model | arguments.METHODS | arguments.FAST
-    return arguments.parser("decode", __doc__, tokens=[2048, 4096, 7936], new=16, budget=0.2, **shared)
+    return arguments.parser(
+        "decode", __doc__, tokens=[2048, 4096, 7936], new=16, budget=0.2, **shared
+    )
 
 
 def main(options: argparse.Namespace) -> None:
     """Measure, print, and write a table, its figures and a picture."""
     if options.new < 3:
-        raise ValueError(f"--new {options.new} leaves no step to time after the second token: use at least 3.")
+        raise ValueError(
+            f"--new {options.new} leaves no step to time after the second token: use at least 3."
+        )
     options.synthetic |= options.shape is not None
     methods.chosen(options.methods, options.config_dir)  # a wrong name is found now
     source = arguments.source(options.shape, options.layers)
     known = limits.told(options.device)
     loaded = source.load(options.dtype, options.device)
     text = calibration_text(
-        source.tokenizer(), max(CALIBRATION, *options.tokens) if not options.synthetic else CALIBRATION
+        source.tokenizer(),
+        max(CALIBRATION, *options.tokens) if not options.synthetic else CALIBRATION,
     )
     filled = "prompt KV synthetic" if options.synthetic else "real prefill"
     title = (
@@ -382,8 +422,13 @@ def _draw(path: Path, rows: Sequence[output.BenchRow], title: str) -> None:
     by batch size."""
     if len({row["batch"] for row in rows}) == 1:
         labels = ("prompt tokens", "seconds per output token")
-        output.lines(path, rows, x="tokens", y="tpot_s", series="method", labels=labels, title=title)
+        output.lines(
+            path, rows, x="tokens", y="tpot_s", series="method", labels=labels, title=title
+        )
         return
-    shown = [{**row, "rates": [row["rate"]] * 3, "what": f"{row['method']}, {row['tokens']} tokens"} for row in rows]
+    shown = [
+        {**row, "rates": [row["rate"]] * 3, "what": f"{row['method']}, {row['tokens']} tokens"}
+        for row in rows
+    ]
     labels = ("sequences", "tokens per second, all together")
     output.lines(path, shown, x="batch", y="rates", series="what", labels=labels, title=title)

@@ -18,7 +18,15 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from harness.bench.common import arguments, output
-from harness.bench.common.measure import Call, LoadWatch, MarkedSeconds, estimate, marks, ratios, rounds_of
+from harness.bench.common.measure import (
+    Call,
+    LoadWatch,
+    MarkedSeconds,
+    estimate,
+    marks,
+    ratios,
+    rounds_of,
+)
 from harness.bench.common.output import Cell
 from harness.engine.attach import attached
 from harness.engine.engine import Engine
@@ -27,7 +35,8 @@ from harness.models.base import LoadedModel
 from harness.prompts.prompt import calibration_text
 from methods.full import Full
 
-RunsBySide = Mapping[tuple[str, str], Sequence["TimedRun"]]  # by whose run and dtype, a value per round
+# by whose run and dtype, a value per round
+RunsBySide = Mapping[tuple[str, str], Sequence["TimedRun"]]
 
 
 class TimedRun(NamedTuple):
@@ -84,7 +93,9 @@ def ours(loaded: LoadedModel, prompt: Tensor, new: int) -> TimedRun:
     return timed(generation.tokens[0], generation.token_s, watch.disturbed())
 
 
-def calls_of(loaded_as: Mapping[str, LoadedModel], prompt: Tensor, new: int) -> dict[tuple[str, str], Call]:
+def calls_of(
+    loaded_as: Mapping[str, LoadedModel], prompt: Tensor, new: int
+) -> dict[tuple[str, str], Call]:
     """Return the calls to measure, by ("ours" or "generate", dtype): each generates `new` tokens
     after `prompt`. `loaded_as`: the model in each dtype."""
     return {
@@ -94,7 +105,9 @@ def calls_of(loaded_as: Mapping[str, LoadedModel], prompt: Tensor, new: int) -> 
     }
 
 
-def compare(runs: RunsBySide, prompt_tokens: int, dtypes: Sequence[str], eos: set[int]) -> list[dict[str, Any]]:
+def compare(
+    runs: RunsBySide, prompt_tokens: int, dtypes: Sequence[str], eos: set[int]
+) -> list[dict[str, Any]]:
     """Return a row per dtype in which both sides (our engine and `model.generate`) ran: their
     times, the ratios, and if their tokens are equal. `eos`: token ids that end a text; tokens after
     one are ignored."""
@@ -106,7 +119,11 @@ def compare(runs: RunsBySide, prompt_tokens: int, dtypes: Sequence[str], eos: se
         row: dict[str, Any] = {"prompt_tokens": prompt_tokens, "dtype": dtype}
         for key in ("ttft_s", "tpot_s"):
             own, other = ([getattr(run, key) for run in side] for side in zip(*pairs, strict=True))
-            row[key] = {"ours": estimate(own), "generate": estimate(other), "ratio": ratios(own, other)}
+            row[key] = {
+                "ours": estimate(own),
+                "generate": estimate(other),
+                "ratio": ratios(own, other),
+            }
             row |= marks(own, other)  # of the last key: a sample's times share its mark
         row["same_tokens"] = all(_until(a.tokens, eos) == _until(b.tokens, eos) for a, b in pairs)
         rows.append(row)
@@ -141,15 +158,20 @@ def main(options: argparse.Namespace) -> None:
     loaded_as = {dtype: source.load(dtype, options.device) for dtype in options.dtypes}
     some = next(iter(loaded_as.values()))
     arguments.check_window(some, max(options.tokens), options.new)
-    text = torch.tensor([calibration_text(source.tokenizer(), max(options.tokens))], device=some.model.device)
+    text = torch.tensor(
+        [calibration_text(source.tokenizer(), max(options.tokens))], device=some.model.device
+    )
     title = f"Full against model.generate: {some.name}, {options.device}, {options.new} new tokens"
     report = output.Report("generate", title, options, TABLE, model=some.name)
     for tokens in options.tokens:
         if report.out_of_time(f"{tokens} tokens"):
             continue
-        *_, _ = rounds_of(calls_of(loaded_as, text[:, : min(256, tokens)], 8), 1, {})  # warm up on a short prompt
+        # warm up on a short prompt
+        *_, _ = rounds_of(calls_of(loaded_as, text[:, : min(256, tokens)], 8), 1, {})
         failures: dict[tuple[str, str], str] = {}
-        *_, runs = rounds_of(calls_of(loaded_as, text[:, :tokens], options.new), options.rounds, failures)
+        *_, runs = rounds_of(
+            calls_of(loaded_as, text[:, :tokens], options.new), options.rounds, failures
+        )
         for row in compare(runs, tokens, options.dtypes, set(some.eos_ids)):
             report.add(row, f"{tokens} tokens, {_told(row)}")
         for (side, dtype), reason in failures.items():
@@ -159,5 +181,8 @@ def main(options: argparse.Namespace) -> None:
 
 
 def _told(row: output.BenchRow) -> str:
-    times = (f"{name} {row[key]['ratio'].median:.3f}" for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s")))
+    times = (
+        f"{name} {row[key]['ratio'].median:.3f}"
+        for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"))
+    )
     return f"ours / generate, {row['dtype']}: {', '.join(times)}"

@@ -18,7 +18,15 @@ from typing import Any
 import torch
 
 from harness.bench.common import arguments, limits, methods, output
-from harness.bench.common.measure import MarkedSeconds, estimate, marks, own_seconds, ratios, rounds_of, seconds
+from harness.bench.common.measure import (
+    MarkedSeconds,
+    estimate,
+    marks,
+    own_seconds,
+    ratios,
+    rounds_of,
+    seconds,
+)
 from harness.bench.common.operations import bytes_read
 from harness.bench.common.output import Cell
 from harness.bench.common.synthetic import LayerShape
@@ -31,7 +39,8 @@ from methods.full import Full
 from methods.layers import Layer
 from methods.tiers.tier import DEVICE
 
-INDEX = 2  # of the measured layer: Quest and InfiniGen keep layers 0 and 1 dense, a pyramid's middle has its mean
+# of the measured layer: Quest and InfiniGen keep layers 0 and 1 dense, a pyramid's middle has its mean
+INDEX = 2
 TRACED = 5  # steps with a clock in each operation
 
 
@@ -40,7 +49,12 @@ class LayerDecoding:
     random token per step."""
 
     def __init__(
-        self, method: Method, shape: LayerShape, tokens: int, options: argparse.Namespace, steps: int = 0
+        self,
+        method: Method,
+        shape: LayerShape,
+        tokens: int,
+        options: argparse.Namespace,
+        steps: int = 0,
     ) -> None:
         """Prefill and seal the layer with `tokens` random tokens. `steps`: how many steps it has
         room for; by default as many as the rounds of the benchmark take."""
@@ -83,7 +97,9 @@ class LayerDecoding:
 
 
 @torch.inference_mode()
-def measure(method: Method, full: LayerDecoding, tokens: int, options: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    method: Method, full: LayerDecoding, tokens: int, options: argparse.Namespace
+) -> dict[str, Any]:
     full.rewind(tokens)
     own = LayerDecoding(method, full.shape, tokens, options)
 
@@ -93,7 +109,9 @@ def measure(method: Method, full: LayerDecoding, tokens: int, options: argparse.
 
     for decoding in (full, own) * 2:
         next_step(decoding)
-    *_, times = rounds_of({"own": partial(next_step, own), "full": partial(next_step, full)}, options.rounds)
+    *_, times = rounds_of(
+        {"own": partial(next_step, own), "full": partial(next_step, full)}, options.rounds
+    )
     parts, read = trace(own)
     step_s = estimate(times["own"])
     return {
@@ -177,7 +195,9 @@ def main(options: argparse.Namespace) -> None:
         f"One decode step of one layer: {options.heads} query and {options.kv_heads} KV heads of {options.head_dim}, "
         f"{options.dtype}, budget {options.budget}, {options.device}; prompt KV synthetic"
     )
-    report = output.Report("layer", title, options, table(known["read_gb_s"]), limits=known, synthetic=True)
+    report = output.Report(
+        "layer", title, options, table(known["read_gb_s"]), limits=known, synthetic=True
+    )
     run(options, report)
     labels = ("prompt tokens", "times faster than Full")
     report.finish(partial(output.lines, x="tokens", y="speedup", series="method", labels=labels))

@@ -29,7 +29,8 @@ SINKS = 32
 FIRST = 10  # tokens that LM-Infinite always reads
 PAGE, CHUNK = 16, 8  # tokens: Quest's page, ShadowKV's chunk
 CHANNELS = 16  # SparQ's
-KEPT, BOUNDED, FACING = 0.4, 2, 0.5  # of the prompt, tokens of a page, share of the channels: RocketKV's at 5 %
+# of the prompt, tokens of a page, share of the channels: RocketKV's at 5 %
+KEPT, BOUNDED, FACING = 0.4, 2, 0.5
 PARTIAL = 0.2  # share of the channels: InfiniGen's
 ALPHA = 5.0  # InfiniGen's
 RANK = 0.15625  # share of all KV heads' channels: ShadowKV's
@@ -66,7 +67,9 @@ class Inputs:
                 f"--budget {self.budget} leaves nothing beside sinks and recent tokens: give {least} or more."
             )
         if self.tokens < self.budget:
-            raise ValueError(f"--tokens {self.tokens} is less than the --budget {self.budget} that is chosen of them.")
+            raise ValueError(
+                f"--tokens {self.tokens} is less than the --budget {self.budget} that is chosen of them."
+            )
         if self.shape.head_dim < CHANNELS or self.shape.head_dim % parts:
             raise ValueError(
                 f"--head-dim {self.shape.head_dim} does not suit SparQ's {CHANNELS} channels and PQCache's {parts} "
@@ -102,7 +105,10 @@ class Inputs:
     @cached_property
     def kv(self) -> tuple[Tensor, Tensor]:
         """The keys and values of the prompt, each [1 G S D]."""
-        k, v = (self.random(1, self.shape.kv_heads, self.tokens + ROOM, self.shape.head_dim) for _ in range(2))
+        k, v = (
+            self.random(1, self.shape.kv_heads, self.tokens + ROOM, self.shape.head_dim)
+            for _ in range(2)
+        )
         return k[:, :, : self.tokens], v[:, :, : self.tokens]
 
     @cached_property
@@ -119,7 +125,9 @@ class Inputs:
         whole = self.tokens // codec.block * codec.block
         k, v = self.kv
         parts = [codec.encode(k[:, :, part], v[:, :, part]) for part in pieces(whole, codec.block)]
-        tokens, blocks = (tuple(map(_joined, zip(*kind, strict=True))) for kind in zip(*parts, strict=True))
+        tokens, blocks = (
+            tuple(map(_joined, zip(*kind, strict=True))) for kind in zip(*parts, strict=True)
+        )
         return codec.codes(Encoded(tokens, blocks))
 
     def segments(self, heads: int) -> list[Segment]:
@@ -162,8 +170,17 @@ def _attention(x: Inputs) -> Iterator[OpCase]:
     segments = x.segments(shape.kv_heads)
     yield _case("segment_attention", what, flops_chosen, q=x.q, segments=segments, scale=x.scale)
     own = x.segments(shape.heads)
-    yield _case("segment_attention", f"per query head, {chosen}", flops_chosen, q=x.q, segments=own, scale=x.scale)
-    yield _case("segment_attention_with_lse", what, flops_chosen, q=x.q, segments=segments, scale=x.scale)
+    yield _case(
+        "segment_attention",
+        f"per query head, {chosen}",
+        flops_chosen,
+        q=x.q,
+        segments=own,
+        scale=x.scale,
+    )
+    yield _case(
+        "segment_attention_with_lse", what, flops_chosen, q=x.q, segments=segments, scale=x.scale
+    )
     queries_and_means = x.random(1, shape.kv_heads, 2 * x.group, shape.head_dim)
     lses = x.random(1, shape.kv_heads, x.group, 1, dtype=torch.float32) + 9
     sums = x.random(1, shape.kv_heads, 1, shape.head_dim, dtype=torch.float32)
@@ -200,9 +217,13 @@ def _attention(x: Inputs) -> Iterator[OpCase]:
 def _scores(x: Inputs) -> Iterator[OpCase]:
     groups, dim = x.shape.kv_heads, x.shape.head_dim
     landmarks = x.random(1, groups, x.tokens // CHUNK, dim)
-    yield _case("row_scores", f"ShadowKV, {x.tokens // CHUNK} of {dim}", q=x.grouped(dim), x=landmarks)
+    yield _case(
+        "row_scores", f"ShadowKV, {x.tokens // CHUNK} of {dim}", q=x.grouped(dim), x=landmarks
+    )
     by_page = x.random(1, groups, x.tokens // PAGE, 2 * dim)
-    yield _case("page_scores", f"Quest, {x.tokens // PAGE} of {2 * dim}", q=x.grouped(dim), bounds=by_page)
+    yield _case(
+        "page_scores", f"Quest, {x.tokens // PAGE} of {2 * dim}", q=x.grouped(dim), bounds=by_page
+    )
     yield from _of_infinigen(x)
     yield _case(
         "live_scores",
@@ -231,7 +252,9 @@ def _scores(x: Inputs) -> Iterator[OpCase]:
         reduce="largest",
     )
     yield _case("group_weights", f"{x.tokens}, sum", logits=x.logits, scale=x.scale, reduce="sum")
-    yield _case("group_weights", f"{x.tokens}, largest", logits=x.logits, scale=x.scale, reduce="largest")
+    yield _case(
+        "group_weights", f"{x.tokens}, largest", logits=x.logits, scale=x.scale, reduce="largest"
+    )
     yield _case(
         "group_margins",
         f"InfiniGen, {x.tokens}",
@@ -253,7 +276,8 @@ def _scores(x: Inputs) -> Iterator[OpCase]:
 
 def _of_infinigen(x: Inputs) -> Iterator[OpCase]:
     groups, dim = x.shape.kv_heads, x.shape.head_dim
-    for partial in (max(1, int(PARTIAL * dim)), max(1, int(2 * PARTIAL * dim))):  # columns of queries, and of keys too
+    # columns of queries, and of keys too
+    for partial in (max(1, int(PARTIAL * dim)), max(1, int(2 * PARTIAL * dim))):
         index = x.random(1, groups, partial, (x.tokens + ROOM) // BESIDE * BESIDE).mT
         yield _case(
             "live_scores",
@@ -306,7 +330,12 @@ def _quantised(x: Inputs) -> Iterator[OpCase]:
         centroids = x.random(1, groups, parts, 2**bits, dim // parts)
         codes = torch.randint(2**bits, (1, groups, x.tokens, parts), device=device).to(torch.uint8)
         what = f"PQCache m={parts} b={bits}, {x.tokens}"
-        weighed: dict[str, Any] = {"q": x.q, "centroids": centroids, "codes": codes, "scale": x.scale}
+        weighed: dict[str, Any] = {
+            "q": x.q,
+            "centroids": centroids,
+            "codes": codes,
+            "scale": x.scale,
+        }
         yield _case("pq_weights", what, **weighed)
         if parts == 2:
             held = pq_held(codes, 2**bits)
@@ -393,7 +422,8 @@ def _prefill(x: Inputs) -> Iterator[OpCase]:
         k=x.kv[0],
         scale=x.scale,
     )
-    q = x.random(1, x.prefill, shape.heads, shape.head_dim).transpose(1, 2)  # as a model hands it over
+    # as a model hands it over
+    q = x.random(1, x.prefill, shape.heads, shape.head_dim).transpose(1, 2)
     k, v = (x.random(1, shape.kv_heads, x.prefill, shape.head_dim) for _ in range(2))
     whole = flops * x.prefill * (x.prefill + 1)  # two products over half of a square
     yield _case(

@@ -15,7 +15,17 @@ from typing import Any
 import torch
 
 from harness.bench.common import arguments, limits, output
-from harness.bench.common.measure import DTYPES, Call, Cold, estimate, interleaved, marks, ratios, release, why
+from harness.bench.common.measure import (
+    DTYPES,
+    Call,
+    Cold,
+    estimate,
+    interleaved,
+    marks,
+    ratios,
+    release,
+    why,
+)
 from harness.bench.common.operations import bytes_read
 from harness.bench.common.output import Cell, failed_row
 from harness.bench.common.synthetic import LayerShape
@@ -33,25 +43,37 @@ SCORED = "prefill_attention"  # whose reference keeps the scores of all queries
 
 
 @torch.inference_mode()
-def measure(case: OpCase, shape: LayerShape, known: limits.Limits, rounds: int) -> list[dict[str, Any]]:
+def measure(
+    case: OpCase, shape: LayerShape, known: limits.Limits, rounds: int
+) -> list[dict[str, Any]]:
     """Return one row per backend of an operation; the backend that methods get comes first. A
     backend that raises an error, or whose attention scores do not fit into memory, becomes a row
     that says why."""
     op, failures = OPS[case.op], dict[str, str]()
     refused = {name: reason for name in op.targets if (reason := op.refusal(name, *case.args))}
-    calls: dict[str, Call] = {name: partial(_run, op, name, case) for name in op.targets if name not in refused}
+    calls: dict[str, Call] = {
+        name: partial(_run, op, name, case) for name in op.targets if name not in refused
+    }
     try:
         beside = rival(case)
     except Exception as error:  # its inputs may not fit
         beside, failures[RIVAL] = None, why(error)
     if beside is not None:
         calls[RIVAL] = beside.call
-    with_scores = [REFERENCE] * (case.op == SCORED) + [RIVAL] * (beside is not None and beside.keeps_scores)
+    with_scores = [REFERENCE] * (case.op == SCORED) + [RIVAL] * (
+        beside is not None and beside.keeps_scores
+    )
     if with_scores and (too_large := scores_too_large(case, shape.device)):
         failures |= {name: too_large for name in with_scores if calls.pop(name, None)}
     times = interleaved(calls, Cold(shape.device), rounds, failures)
     limit = limit_s(case, shape, known)
-    common = {"op": case.op, "what": case.what, "limit_s": limit, "rival": beside and beside.name, "refused": refused}
+    common = {
+        "op": case.op,
+        "what": case.what,
+        "limit_s": limit,
+        "rival": beside and beside.name,
+        "refused": refused,
+    }
     return [
         common
         | {
@@ -59,7 +81,9 @@ def measure(case: OpCase, shape: LayerShape, known: limits.Limits, rounds: int) 
             "label": f"{case.op} {case.what}: {name}",
             "time_s": estimate(spent),
             "of_limit": estimate([limit / seconds for seconds in spent]),
-            "reference": None if name == REFERENCE or REFERENCE in failures else ratios(times[REFERENCE], spent),
+            "reference": None
+            if name == REFERENCE or REFERENCE in failures
+            else ratios(times[REFERENCE], spent),
             "rival_s": estimate(times[RIVAL]) if RIVAL in times else None,
             "beside_rival": ratios(times[RIVAL], spent) if RIVAL in times else None,
             **marks(spent),
@@ -101,7 +125,9 @@ def run(options: argparse.Namespace, known: limits.Limits, report: output.Report
         for group in GROUPS:
             try:
                 for case in group(inputs):
-                    if (options.ops and case.op not in options.ops) or report.out_of_time(f"{case.op} {case.what}"):
+                    if (options.ops and case.op not in options.ops) or report.out_of_time(
+                        f"{case.op} {case.what}"
+                    ):
                         continue
                     for row in measure(case, inputs.shape, known, options.rounds):
                         report.add(row, f"{row['label']} {_told(row)}")
@@ -137,8 +163,19 @@ TABLE = output.table(
 
 
 def parser() -> argparse.ArgumentParser:
-    ops = {"nargs": "*", "default": [], "choices": sorted(OPS), "metavar": "OP", "help": "all by default"}
-    sizes = {"tokens": [32768], "budget": {"type": count, "default": 2048}, "prefill": 2048, "inner": None}
+    ops = {
+        "nargs": "*",
+        "default": [],
+        "choices": sorted(OPS),
+        "metavar": "OP",
+        "help": "all by default",
+    }
+    sizes = {
+        "tokens": [32768],
+        "budget": {"type": count, "default": 2048},
+        "prefill": 2048,
+        "inner": None,
+    }
     shared = arguments.LAYER | arguments.FAST | {"rounds": 15}
     return arguments.parser("ops", __doc__, ops=ops, **sizes, **shared)
 

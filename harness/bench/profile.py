@@ -30,7 +30,9 @@ SMALL = 0.01  # of all time: kernels below it are counted together
 OTHERS = "all others"
 
 
-def measure(method: Method, attach: Attach, ids: torch.Tensor, options: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    method: Method, attach: Attach, ids: torch.Tensor, options: argparse.Namespace
+) -> dict[str, Any]:
     """Decode turns under the profiler. ids [1 S]: the prompt. Return the kernels of a step, the longest first: for
     each its name, calls per layer, microseconds per layer and microseconds per call."""
     with closing(attach(method)) as kv, routed(kv.model):
@@ -52,7 +54,9 @@ def per_layer(profiler: profile, activity: ProfilerActivity, layers: int) -> lis
         for event in profiler.key_averages()
     ]  # fmt: skip
     whole = sum(us for *_, us in events)
-    large = sorted((event for event in events if event[2] >= SMALL * whole), key=lambda event: -event[2])
+    large = sorted(
+        (event for event in events if event[2] >= SMALL * whole), key=lambda event: -event[2]
+    )
     rest = [event for event in events if event not in large]
     large.append((OTHERS, sum(count for _, count, _ in rest), sum(us for *_, us in rest)))
     return [
@@ -98,7 +102,9 @@ def main(options: argparse.Namespace) -> None:
         return partial(measure, attach=attach, ids=ids, options=options)
 
     def told(row: dict[str, Any]) -> str:
-        longest = ", ".join(f"{kernel['kernel'][:30]} {kernel['layer_us']:.1f}" for kernel in row["kernels"][:3])
+        longest = ", ".join(
+            f"{kernel['kernel'][:30]} {kernel['layer_us']:.1f}" for kernel in row["kernels"][:3]
+        )
         return f"{row['layer_us']:.1f} us per layer: {longest}"
 
     title = f"Kernels of a decode step of {loaded.name}, {options.dtype}, {options.device}, budget {options.budget}"

@@ -40,7 +40,9 @@ def _attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Rival:
     sides = [[(s, s.k) for s in segments], [(s, s.v) for s in segments]]
 
     def chosen() -> Tensor:
-        keys, values = (torch.cat([_taken(x, s.rows, segments) for s, x in side], 2) for side in sides)
+        keys, values = (
+            torch.cat([_taken(x, s.rows, segments) for s, x in side], 2) for side in sides
+        )
         return sdpa(q, keys, values, scale)
 
     return Rival("gather + sdpa", chosen)
@@ -51,7 +53,9 @@ def _over_codes(q: Tensor, segments: Sequence[Coded], scale: float) -> Rival:
     attention over the same keys and values, decoded to the dtype of `q` beforehand. Decoding is not part of
     the call that is timed."""
     k, v = ops.decode_rows(segments[0], None, None, q.dtype)
-    return Rival("Full, not coded", lambda: ops.segment_attention_with_lse(q, [Segment(k, v)], scale))
+    return Rival(
+        "Full, not coded", lambda: ops.segment_attention_with_lse(q, [Segment(k, v)], scale)
+    )
 
 
 def _taken(x: Tensor, rows: Tensor | None, segments: Sequence[Segment]) -> Tensor:
@@ -69,7 +73,10 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window:
     places = torch.arange(first, first + q.shape[2], device=q.device).unsqueeze(1)
     behind = places - torch.arange(k.shape[2], device=k.device)
     seen = (behind >= 0) & (behind < window)
-    return Rival("sdpa with a mask", lambda: scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True))
+    return Rival(
+        "sdpa with a mask",
+        lambda: scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True),
+    )
 
 
 def gathered(x: Tensor, rows: Tensor) -> Tensor:
@@ -107,7 +114,9 @@ _RIVALS: dict[str, Callable[..., Rival]] = {
     "prefill_attention_with_column_sums": lambda *args: Rival(
         "transformers eager", lambda: eager(*args)[1].sum(2), True
     ),
-    "column_sums": lambda q, k, scale: Rival("transformers eager", lambda: eager(q, k, k, scale)[1].sum(2), True),
+    "column_sums": lambda q, k, scale: Rival(
+        "transformers eager", lambda: eager(q, k, k, scale)[1].sum(2), True
+    ),
     "windowed_attention": _windowed,
     "gather_rows": lambda x, rows: Rival("torch.gather", lambda: gathered(x, rows)),
     "put_rows": lambda x, rows, values: Rival("torch.scatter_", lambda: scattered(x, rows, values)),

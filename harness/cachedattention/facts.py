@@ -54,7 +54,8 @@ HISTORY = {
         stamp=("X", STORED),
         alarm=LOST,
     ),
-    "lost_to": Fact(unit="other", over_turns=first),  # why it is gone, the first of a conversation's
+    # why it is gone, the first of a conversation's
+    "lost_to": Fact(unit="other", over_turns=first),
     # that were computed, the history's too where it was not found
     "new_tokens": Fact(unit="tokens", over_turns=total, by_turn=entry(mean), head="computed"),
     **{key: _seconds(key) for key in SECONDS},

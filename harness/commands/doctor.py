@@ -24,7 +24,17 @@ from harness.terminal.notices import say
 from kernels import toolchain
 from kernels.temporary import TemporaryFolder
 
-NEEDED = ("torch", "transformers", "hydra-core", "gguf", "numpy", "scipy", "pandas", "matplotlib", "wonderwords")
+NEEDED = (
+    "torch",
+    "transformers",
+    "hydra-core",
+    "gguf",
+    "numpy",
+    "scipy",
+    "pandas",
+    "matplotlib",
+    "wonderwords",
+)
 OPTIONAL = ("triton", "wandb", "jieba", "math-verify")
 GIB = 2**30
 
@@ -37,14 +47,20 @@ class Check(NamedTuple):
 
 @as_command()
 def main(arguments: Sequence[str] = ()) -> int:
-    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.doctor", description=__doc__)
-    parser.add_argument("--model", action="store_true", help="let the embedded model find a needle, too")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m harness.doctor", description=__doc__
+    )
+    parser.add_argument(
+        "--model", action="store_true", help="let the embedded model find a needle, too"
+    )
     options = parser.parse_args(arguments)
     bad = 0
     for check in checks(options.model):
         say(f"{check.level:<5} {check.subject:<13} {check.text}")
         bad += check.level == "bad"
-    ready = "Ready." if options.model else "Ready. `--model` also runs a needle with a known answer."
+    ready = (
+        "Ready." if options.model else "Ready. `--model` also runs a needle with a known answer."
+    )
     say(f"\n{bad} problem{'s' * (bad != 1)} to solve." if bad else f"\n{ready}")
     return 1 if bad else 0
 
@@ -63,11 +79,17 @@ def checks(with_model: bool) -> Iterator[Check]:
         yield Check("bad", "smollm2", "missing: run `make setup`")
     yield from machine()
     for subject, place in (("results", Path("results/runs")), ("cache", cache_root())):
-        there = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.exists())
+        there = next(
+            folder for folder in (place.absolute(), *place.absolute().parents) if folder.exists()
+        )
         free = shutil.disk_usage(there).free
-        yield Check("note" if free < 2 * GIB else "ok", subject, f"{place}, {free / GIB:.0f} GiB free")
+        yield Check(
+            "note" if free < 2 * GIB else "ok", subject, f"{place}, {free / GIB:.0f} GiB free"
+        )
         if not os.access(there, os.W_OK):
-            yield Check("bad", subject, f"{there} is not writable: set results.root or KV_HARNESS_CACHE")
+            yield Check(
+                "bad", subject, f"{there} is not writable: set results.root or KV_HARNESS_CACHE"
+            )
     yield from (Check("bad", "names", problem) for problem in clashes())
     if with_model:
         yield _needle()
@@ -82,14 +104,24 @@ def machine() -> Iterator[Check]:
 
     facts = provenance.machine()
     cpus, load = facts["cpus_usable"], facts["load_average"][0]
-    yield Check("ok", "cpu", f"{facts['cpu']}, {cpus} usable, torch uses {facts['threads']} threads")
+    yield Check(
+        "ok", "cpu", f"{facts['cpu']}, {cpus} usable, torch uses {facts['threads']} threads"
+    )
     busy = load > 0.5 * cpus
-    yield Check("note" if busy else "ok", "load", f"{load}" + (": busy, times will not be worth much" if busy else ""))
+    yield Check(
+        "note" if busy else "ok",
+        "load",
+        f"{load}" + (": busy, times will not be worth much" if busy else ""),
+    )
     free = free_bytes("cpu") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     yield Check("note" if free < 4 * GIB else "ok", "memory", f"{free / GIB:.1f} GiB free")
     if not torch.cuda.is_available():
         if devices.gpu_is_there():
-            yield Check("bad", "cuda", f"a GPU ({devices.driver()}) that torch cannot use: {devices.why_unusable()}")
+            yield Check(
+                "bad",
+                "cuda",
+                f"a GPU ({devices.driver()}) that torch cannot use: {devices.why_unusable()}",
+            )
         else:
             yield Check("note", "cuda", "no device; device=cpu works")
         return

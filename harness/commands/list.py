@@ -7,7 +7,16 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 
-from harness.config.catalogue import CONF, EXPERIMENT, GROUPS, ConfigError, Entry, Experiment, entries, experiments
+from harness.config.catalogue import (
+    CONF,
+    EXPERIMENT,
+    GROUPS,
+    ConfigError,
+    Entry,
+    Experiment,
+    entries,
+    experiments,
+)
 from harness.config.errors import as_command
 from harness.config.keys import parameters_of, settings_text
 from harness.reports.papers import Published, published
@@ -21,10 +30,16 @@ ByGroup = Mapping[str, Mapping[str, Entry | Experiment]]  # by group and name
 
 @as_command()
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.list", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m harness.list", description=__doc__
+    )
     kinds = ", ".join((*GROUPS, EXPERIMENT))
-    parser.add_argument("what", nargs="*", metavar="WHAT", help=f"a name, one of {kinds}, or {SETTINGS}")
-    parser.add_argument("--config-dir", "-cd", type=typed, action="append", default=[], help="more yaml files")
+    parser.add_argument(
+        "what", nargs="*", metavar="WHAT", help=f"a name, one of {kinds}, or {SETTINGS}"
+    )
+    parser.add_argument(
+        "--config-dir", "-cd", type=typed, action="append", default=[], help="more yaml files"
+    )
     options = parser.parse_args(arguments)
     folders = (CONF, *options.config_dir)
     known: dict[str, Mapping[str, Entry | Experiment]] = {
@@ -50,9 +65,14 @@ def _answer(word: str, known: ByGroup) -> list[str]:
     if not cards:
         names = [*known, SETTINGS, *(name for named in places.values() for name in named)]
         near = get_close_matches(name, names, n=1, cutoff=0.5)
-        end = f"did you mean {near[0]}?" if near else "`python -m harness.list` shows what there is."
+        end = (
+            f"did you mean {near[0]}?" if near else "`python -m harness.list` shows what there is."
+        )
         raise ConfigError(f"There is no {word!r}; {end}")
-    return [_card(kind, entry) if isinstance(entry, Entry) else experiment_card(entry) for kind, entry in cards]
+    return [
+        _card(kind, entry) if isinstance(entry, Entry) else experiment_card(entry)
+        for kind, entry in cards
+    ]
 
 
 def _summary(known: ByGroup) -> Iterator[str]:
@@ -70,13 +90,21 @@ def _summary(known: ByGroup) -> Iterator[str]:
 
 def _overview(group: str, named: Sequence[Entry | Experiment]) -> str:
     width = max(len(entry.name) for entry in named)
-    return "\n".join([f"{group}=", *(f"  {entry.name:<{width}}  {entry.headline}" for entry in named), ""])
+    return "\n".join(
+        [f"{group}=", *(f"  {entry.name:<{width}}  {entry.headline}" for entry in named), ""]
+    )
 
 
 def _card(group: str, entry: Entry) -> str:
     facts = aligned((name.replace("_", " "), text) for name, text in entry.facts().items())
     parameters = aligned((f"{group}.{given}", meaning) for given, meaning in parameters_of(entry))
-    parts = [f"{group}={entry.name}", *([entry.headline] if entry.base else []), "", entry.card(), ""]
+    parts = [
+        f"{group}={entry.name}",
+        *([entry.headline] if entry.base else []),
+        "",
+        entry.card(),
+        "",
+    ]
     parts += ["Card", *facts, ""] if facts else []
     return "\n".join([*parts, "Parameters", *(parameters or ["  (no parameters)"]), ""])
 
@@ -86,7 +114,12 @@ def experiment_card(experiment: Experiment) -> str:
     paper's numbers, and the command that runs it."""
     numbers = [f"  {row.said}" for row in expected(experiment)]
     grid = aligned((key.lstrip("+"), values) for key, values in experiment.grid.items())
-    parts = [f"{EXPERIMENT}={experiment.name}", experiment.headline, "", *aligned(experiment.facts.items())]
+    parts = [
+        f"{EXPERIMENT}={experiment.name}",
+        experiment.headline,
+        "",
+        *aligned(experiment.facts.items()),
+    ]
     parts += ["", "Command", f"  {experiment.command}"]
     parts += ["", "Grid", *grid] if grid else []
     parts += ["", "Published", *numbers] if numbers else []
@@ -96,7 +129,9 @@ def experiment_card(experiment: Experiment) -> str:
 def expected(experiment: Experiment) -> list[Published]:
     """Return the published numbers for an experiment; if it has none, those for the experiments
     that it is a variant of."""
-    return published(experiment.name) or [row for base in experiment.bases for row in expected(base)]
+    return published(experiment.name) or [
+        row for base in experiment.bases for row in expected(base)
+    ]
 
 
 if __name__ == "__main__":

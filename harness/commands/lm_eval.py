@@ -26,7 +26,9 @@ def main() -> None:
     elif {"--help", "-h"} & {*sys.argv}:
         say(__doc__ or "")
     else:
-        raise SettingsError("lm-evaluation-harness is not installed: run `pip install 'kv-harness[lm-eval]'`.")
+        raise SettingsError(
+            "lm-evaluation-harness is not installed: run `pip install 'kv-harness[lm-eval]'`."
+        )
 
 
 def _hand_over() -> None:

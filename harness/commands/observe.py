@@ -45,13 +45,19 @@ def _observe(what: str, words: Sequence[str], config_dirs: Sequence[Path]) -> No
         raise SettingsError(f"There is no observation {what!r}{suggestion(what, OBSERVATIONS)}")
     module, _, name = OBSERVATIONS[what].rpartition(".")
     own = {field.name for field in fields(getattr(import_module(module), name))}
-    options = {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in words) if key in own}
+    options = {
+        key: yaml.safe_load(value)
+        for key, _, value in (word.partition("=") for word in words)
+        if key in own
+    }
     observation = build({TARGET: OBSERVATIONS[what], **options}, what)
     others = [word for word in words if word.partition("=")[0] not in own]
     for word in others:
         key = word.lstrip("+").partition("=")[0].partition(".")[0]
         if key == "method" or (key in KEYS and key not in READ):
-            raise SettingsError(f"{word} changes nothing for {what}: no method runs. It reads {', '.join(READ)}.")
+            raise SettingsError(
+                f"{word} changes nothing for {what}: no method runs. It reads {', '.join(READ)}."
+            )
     _, task, model, settings = built(composed(others, config_dirs))
     from harness.attention_statistics.record import observe, place, write
 
@@ -70,10 +76,19 @@ def _observe(what: str, words: Sequence[str], config_dirs: Sequence[Path]) -> No
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.observe", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m harness.observe", description=__doc__
+    )
     parser.add_argument("what", metavar="WHAT", help=", ".join(OBSERVATIONS))
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="task, model, ... and the observation's own")
-    parser.add_argument("--config-dir", "-cd", type=typed, action="append", default=[], help="more yaml files")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="task, model, ... and the observation's own",
+    )
+    parser.add_argument(
+        "--config-dir", "-cd", type=typed, action="append", default=[], help="more yaml files"
+    )
     return parser
 
 

@@ -41,9 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.html and (options.html.suffix == ".html" or options.html.is_file()):
-        parser.error(f"--html {options.html}: takes a folder, and writes index.html there: name one without .html")
+        parser.error(
+            f"--html {options.html}: takes a folder, and writes index.html there: name one without .html"
+        )
     if others := [f"--{name}" for name in ALONE if options.leaderboard and getattr(options, name)]:
-        parser.error(f"--leaderboard shows CSV files and no runs: use {others[0]} in a command of its own")
+        parser.error(
+            f"--leaderboard shows CSV files and no runs: use {others[0]} in a command of its own"
+        )
     if options.leaderboard:
         from harness.reports.leaderboard import leaderboard  # matplotlib, as below
 
@@ -57,8 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not runs:
         raise StoreError("; ".join(unreadable))
     tables = comparisons([run for run in runs if not run.is_empty])
-    empty = [f"{run.folder.name} ({run.info.get('error') or run.status})" for run in runs if run.is_empty]
-    left_out = [f"without a single example, and so in no table: {', '.join(empty)}"] if empty else []
+    empty = [
+        f"{run.folder.name} ({run.info.get('error') or run.status})" for run in runs if run.is_empty
+    ]
+    left_out = (
+        [f"without a single example, and so in no table: {', '.join(empty)}"] if empty else []
+    )
     compared = against(tables, options.against) if options.against else []
     if options.details:
         text = as_text(tables, compared)
@@ -76,8 +84,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _more(folders: Sequence[Path]) -> str:
     """Return the line below a short report that says how to see the rest of it."""
-    named = [os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder) for folder in folders]
-    command = shlex.join(["python", "-m", "harness.report", *named]) if len(named) == 1 else "this command"
+    named = [
+        os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
+        for folder in folders
+    ]
+    command = (
+        shlex.join(["python", "-m", "harness.report", *named])
+        if len(named) == 1
+        else "this command"
+    )
     return f"More: {command} --details, or --html PAGE for one page."
 
 
@@ -92,7 +107,10 @@ def print_report(folders: Sequence[Path], config_dirs: Sequence[Path] = ()) -> N
 
 
 def _written(
-    tables: Sequence[Comparison], compared: Sequence[Comparison], options: argparse.Namespace, left_out: Sequence[str]
+    tables: Sequence[Comparison],
+    compared: Sequence[Comparison],
+    options: argparse.Namespace,
+    left_out: Sequence[str],
 ) -> Iterator[Path]:
     """Write the files that the options ask for, and yield each path once it is written."""
     for path, write in ((options.md, as_markdown), (options.tex, as_latex)):
@@ -115,22 +133,46 @@ def _written(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.report", description=__doc__)
-    parser.add_argument("folders", nargs="*", type=typed, metavar="DIR", help="folder of a run, or any above it")
-    parser.add_argument("--details", action="store_true", help="every table, with conditions, cautions and notes")
-    parser.add_argument("--csv", type=typed, metavar="FILE", help="all of every summary, raw numbers")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m harness.report", description=__doc__
+    )
+    parser.add_argument(
+        "folders", nargs="*", type=typed, metavar="DIR", help="folder of a run, or any above it"
+    )
+    parser.add_argument(
+        "--details", action="store_true", help="every table, with conditions, cautions and notes"
+    )
+    parser.add_argument(
+        "--csv", type=typed, metavar="FILE", help="all of every summary, raw numbers"
+    )
     parser.add_argument("--md", type=typed, metavar="FILE", help="the same tables in Markdown")
-    parser.add_argument("--tex", type=typed, metavar="FILE", help="the same tables in LaTeX (booktabs)")
-    parser.add_argument("--html", type=typed, metavar="FOLDER", help="one page to look through: FOLDER/index.html")
     parser.add_argument(
-        "--leaderboard", type=typed, metavar="FILE", help="a page of all rows published here, or of CSVs in DIR"
+        "--tex", type=typed, metavar="FILE", help="the same tables in LaTeX (booktabs)"
     )
     parser.add_argument(
-        "--against", metavar="METHOD", help="hold all rows against this one too, paired: snapkv, 'snapkv 20%%'"
+        "--html", type=typed, metavar="FOLDER", help="one page to look through: FOLDER/index.html"
     )
-    parser.add_argument("--plots", action="store_true", help="pictures, PNG and PDF, into DIR/plots")
     parser.add_argument(
-        "--config-dir", "-cd", type=config_dir, action="append", default=[], help="yaml files whose code may run"
+        "--leaderboard",
+        type=typed,
+        metavar="FILE",
+        help="a page of all rows published here, or of CSVs in DIR",
+    )
+    parser.add_argument(
+        "--against",
+        metavar="METHOD",
+        help="hold all rows against this one too, paired: snapkv, 'snapkv 20%%'",
+    )
+    parser.add_argument(
+        "--plots", action="store_true", help="pictures, PNG and PDF, into DIR/plots"
+    )
+    parser.add_argument(
+        "--config-dir",
+        "-cd",
+        type=config_dir,
+        action="append",
+        default=[],
+        help="yaml files whose code may run",
     )
     return parser
 

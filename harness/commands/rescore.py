@@ -34,17 +34,31 @@ from harness.terminal.notices import say, warn
 
 @as_command()
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.rescore", description=__doc__)
-    parser.add_argument("folders", nargs="+", type=typed, metavar="DIR", help="folder of a run, or any above it")
-    parser.add_argument("--data-root", type=typed, metavar="FOLDER", help="where the data sets are now")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m harness.rescore", description=__doc__
+    )
     parser.add_argument(
-        "--config-dir", "-cd", type=config_dir, action="append", default=[], help="yaml files whose code may run"
+        "folders", nargs="+", type=typed, metavar="DIR", help="folder of a run, or any above it"
+    )
+    parser.add_argument(
+        "--data-root", type=typed, metavar="FOLDER", help="where the data sets are now"
+    )
+    parser.add_argument(
+        "--config-dir",
+        "-cd",
+        type=config_dir,
+        action="append",
+        default=[],
+        help="yaml files whose code may run",
     )
     options = parser.parse_args(arguments)
-    runs, done = [load(folder, first_scores=True) for folder in find(options.folders)], list[StoredRun]()
+    runs = [load(folder, first_scores=True) for folder in find(options.folders)]
+    done = list[StoredRun]()
     for run in runs:
         if run.status != "complete":
-            warn(f"left out: {run.folder} is not complete; finish it with the command that started it")
+            warn(
+                f"left out: {run.folder} is not complete; finish it with the command that started it"
+            )
             continue
         try:
             say(rescore(run, options.data_root, options.config_dir))
@@ -65,14 +79,20 @@ def rescore(run: StoredRun, data_root: Path | None = None, config_dirs: Sequence
     if data_root is not None:
         settings = replace(settings, data=Data(str(data_root)))
     task: Task = build_recorded(run.config.get("task"), "task", config_dirs)
-    included: str | None = getattr(task, "include_path", None)  # of lm-eval: its yaml files may name functions
-    if included and not any(Path(included).resolve().is_relative_to(trusted.resolve()) for trusted in config_dirs):
+    # of lm-eval: its yaml files may name functions
+    included: str | None = getattr(task, "include_path", None)
+    if included and not any(
+        Path(included).resolve().is_relative_to(trusted.resolve()) for trusted in config_dirs
+    ):
         raise PluginError(
             f"task.include_path={included} may hold code, and code that records name is not run: if you trust that "
             f"folder, add --config-dir={included}."
         )
-    more: dict[str, Any] = getattr(task, "metadata", {})  # of lm-eval: some of its tasks run the code of a tokenizer
-    if more and not any(entry.values().get("metadata") == more for entry in entries("task", config_dirs)):
+    # of lm-eval: some of its tasks run the code of a tokenizer
+    more: dict[str, Any] = getattr(task, "metadata", {})
+    if more and not any(
+        entry.values().get("metadata") == more for entry in entries("task", config_dirs)
+    ):
         raise PluginError(
             f"task.metadata={plain(more)} may name a tokenizer with code, and code that records name is not run: if "
             "you trust it, add --config-dir=FOLDER, where FOLDER/task/NAME.yaml has the same metadata."
@@ -83,14 +103,20 @@ def rescore(run: StoredRun, data_root: Path | None = None, config_dirs: Sequence
     for record in run.records:
         item = items.get(record.id)
         if item is None or item.sha256 != record.prompt_sha256:
-            raise StoreError(f"{run.folder}: {record.id} has no such prompt today: task or data changed; run it again")
+            raise StoreError(
+                f"{run.folder}: {record.id} has no such prompt today: task or data changed; run it again"
+            )
         answers = zip(item.example.turns, record.replies, strict=True)
         pairs = [(task.score(turn, reply.output), reply) for turn, reply in answers]
-        scores = [(0.0 if unanswered(reply) else score.value, score.details) for score, reply in pairs]
+        scores = [
+            (0.0 if unanswered(reply) else score.value, score.details) for score, reply in pairs
+        ]
         turns = [{"score": value, "details": dict(details)} for value, details in scores]
         together = scored(scores) | {"turns": turns}
         lines.append({"id": record.id} | (together if record.turns else turns[0]))
-    changed = sum(record.score != line["score"] for record, line in zip(run.records, lines, strict=True))
+    changed = sum(
+        record.score != line["score"] for record, line in zip(run.records, lines, strict=True)
+    )
     present = [record.rescored(line) for record, line in zip(run.records, lines, strict=True)]
     first, mean = mean_score(run.records), mean_score(present)
     section = {

@@ -21,20 +21,44 @@ from hydra.errors import HydraException
 from yaml import MarkedYAMLError
 
 from harness.config.catalogue import CONF, ConfigError, config_dirs
-from harness.config.compose import SWEEP, compose_all, explain, read, search_path, with_own_parameters
+from harness.config.compose import (
+    SWEEP,
+    compose_all,
+    explain,
+    read,
+    search_path,
+    with_own_parameters,
+)
 from harness.config.errors import sentence
 from harness.config.keys import WITHOUT_WORDS, help_text
 from harness.config.settings import Settings, settings_of
 from harness.results.provenance import git
 from harness.results.wandb import publish
 from harness.sweeps import begun
-from harness.sweeps.sweep import KnownPrompts, groups, labels, launch, lost, run_jobs, with_own_settings
-from harness.terminal.notices import complain, complain_once, lasting_output, say, say_once, tell_of_builds, warn
+from harness.sweeps.sweep import (
+    KnownPrompts,
+    groups,
+    labels,
+    launch,
+    lost,
+    run_jobs,
+    with_own_settings,
+)
+from harness.terminal.notices import (
+    complain,
+    complain_once,
+    lasting_output,
+    say,
+    say_once,
+    tell_of_builds,
+    warn,
+)
 from harness.terminal.progress import forget
 from harness.terminal.stopping import Stoppable
 
 COMPLETION = {"-sc", "--shell-completion"}  # words that are about Hydra itself, and no settings
-ANSWERED = ("--cfg", "-c", "--info", "-i", "--hydra-help")  # flags that Hydra answers, and nothing runs
+# flags that Hydra answers, and nothing runs
+ANSWERED = ("--cfg", "-c", "--info", "-i", "--hydra-help")
 
 
 @dataclass
@@ -43,10 +67,12 @@ class Command:
 
     arguments: list[str]
     finished: list[Path] = field(default_factory=list)  # run folders, for the table
-    failed: list[tuple[int | None, str]] = field(default_factory=list)  # a job, None for the whole command, and why
+    # a job, None for the whole command, and why
+    failed: list[tuple[int | None, str]] = field(default_factory=list)
     projects: list[str] = field(default_factory=list)  # of wandb, that get copies of the runs
     labels: list[str] = field(default_factory=list)  # what tells each job from the others
-    reasons: dict[str, int] = field(default_factory=dict)  # why jobs failed, each with the first that did
+    # why jobs failed, each with the first that did
+    reasons: dict[str, int] = field(default_factory=dict)
 
     def fail(self, message: str) -> None:
         self.failed.append((None, message))
@@ -87,7 +113,9 @@ class Command:
             except (HydraException, ValueError):
                 raise
             except Exception as error:
-                self.fail(f"A worker was lost ({lost(error)}). The same command goes on with what is there.")
+                self.fail(
+                    f"A worker was lost ({lost(error)}). The same command goes on with what is there."
+                )
                 return
             for outcome in outcomes:
                 for failure in outcome.failures:
@@ -123,7 +151,9 @@ class Command:
 def ask_hydra(words: Sequence[str]) -> None:
     """Let Hydra print its answer to options of its own (--cfg, --info, -sc)."""
     sys.argv[1:] = words
-    hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(lambda config: None)()
+    hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(
+        lambda config: None
+    )()
 
 
 @lasting_output()
@@ -149,7 +179,8 @@ def main() -> int:
     complain_once.cache_clear()
     tell_of_builds()
     forget()
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would print, and we can say it in a sentence
+    # Hydra then raises what it would print, and we can say it in a sentence
+    os.environ["HYDRA_FULL_ERROR"] = "1"
     command = Command(arguments)
     with Stoppable(f"to go on: python -m harness {shlex.join(arguments)}") as stop:
         try:

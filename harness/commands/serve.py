@@ -31,7 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from harness.results.files import unwritable
 
     if why := unwritable(options.out):
-        raise SettingsError(f"--out {options.out} cannot be written, for {why}: name another folder.")
+        raise SettingsError(
+            f"--out {options.out} cannot be written, for {why}: name another folder."
+        )
     prices = (costs.load(options.costs) if options.costs else costs.load()).prices
     runs = Runs(points(options.overrides), options.out, prices, options.config_dir)
     runs.serve()
@@ -42,13 +44,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.serve", description=__doc__)
-    parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="see docs/conversations.md; a key may have several values"
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m harness.serve", description=__doc__
     )
-    parser.add_argument("--costs", type=typed, metavar="FILE", help="yaml with prices, in place of the paper's")
-    parser.add_argument("--out", type=typed, default=OUT, metavar="DIR", help="for all files (default: %(default)s)")
-    parser.add_argument("--config-dir", "-cd", type=typed, action="append", default=[], help="more yaml files")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="see docs/conversations.md; a key may have several values",
+    )
+    parser.add_argument(
+        "--costs", type=typed, metavar="FILE", help="yaml with prices, in place of the paper's"
+    )
+    parser.add_argument(
+        "--out", type=typed, default=OUT, metavar="DIR", help="for all files (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--config-dir", "-cd", type=typed, action="append", default=[], help="more yaml files"
+    )
     return parser
 
 

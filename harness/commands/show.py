@@ -28,19 +28,34 @@ MARK = "▶"  # stands before the first character in which two outputs differ
 
 @as_command()
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.show", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m harness.show", description=__doc__
+    )
     parser.add_argument("run", type=typed, metavar="RUN", help="folder of a run")
-    parser.add_argument("--diff", type=typed, metavar="RUN2", help="show side by side what this run put out otherwise")
+    parser.add_argument(
+        "--diff",
+        type=typed,
+        metavar="RUN2",
+        help="show side by side what this run put out otherwise",
+    )
     parser.add_argument("--id", metavar="ID", help="this example only")
-    parser.add_argument("--all", action="store_true", help=f"all examples, not the first {FIRST}; equal ones as well")
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help=f"all examples, not the first {FIRST}; equal ones as well",
+    )
     options = parser.parse_args(arguments)
     width = shutil.get_terminal_size((120, 40)).columns
     run = load(options.run)
     left_out: list[LeftOut] = [*run.failed, *run.skipped]
     known = {record.id for record in run.records} | {example.id for example in left_out}
     if options.id and options.id not in known:
-        raise StoreError(f"no example --id {options.id} in {run.folder}: without --id all are shown")
-    lines = diff(run, load(options.diff), options, width) if options.diff else show(run, options, width)
+        raise StoreError(
+            f"no example --id {options.id} in {run.folder}: without --id all are shown"
+        )
+    lines = (
+        diff(run, load(options.diff), options, width) if options.diff else show(run, options, width)
+    )
     for line in lines:
         say(line)
 
@@ -64,7 +79,9 @@ def show(run: StoredRun, options: argparse.Namespace, width: int) -> Iterator[st
         yield f"\n[{record.id}] {record.group}  {_result(record)}"
         yield from (f"  warning: {warning}" for warning in record["warnings"])
         if record.details:
-            details = {name: digits(x) if isinstance(x, float) else x for name, x in record.details.items()}
+            details = {
+                name: digits(x) if isinstance(x, float) else x for name, x in record.details.items()
+            }
             yield "  " + ", ".join(f"{name} {value}" for name, value in details.items())
         for number, reply in enumerate(record.replies, 1):
             if record.turns:
@@ -74,7 +91,9 @@ def show(run: StoredRun, options: argparse.Namespace, width: int) -> Iterator[st
         yield f"\n{len(chosen) - len(shown)} more: --all shows them, --id ID one of them"
 
 
-def diff(run: StoredRun, other: StoredRun, options: argparse.Namespace, width: int) -> Iterator[str]:
+def diff(
+    run: StoredRun, other: StoredRun, options: argparse.Namespace, width: int
+) -> Iterator[str]:
     """Yield lines on two runs: the settings and versions that differ, then the examples whose
     outputs differ, side by side."""
     theirs = {record.id: record for record in other.records}
@@ -88,7 +107,11 @@ def diff(run: StoredRun, other: StoredRun, options: argparse.Namespace, width: i
     summary = f"they differ in {', '.join(keys)}" if keys else "nothing that bears on them differs"
     yield from textwrap.wrap(summary, width, subsequent_indent="  ", break_on_hyphens=False)
     for mine, their in pairs:
-        if (options.all or mine.answer != their.answer) if options.id is None else mine.id == options.id:
+        if (
+            (options.all or mine.answer != their.answer)
+            if options.id is None
+            else mine.id == options.id
+        ):
             yield from _side_by_side(mine, their, max(20, (width - 3) // 2))
 
 
@@ -121,7 +144,11 @@ def _side_by_side(mine: Record, their: Record, half: int) -> Iterator[str]:
         yield "warning: the two prompts differ"
     columns = []
     for record in (mine, their):
-        text = record.output if letter is None else record.output[:letter] + MARK + record.output[letter:]
+        text = (
+            record.output
+            if letter is None
+            else record.output[:letter] + MARK + record.output[letter:]
+        )
         columns.append(list(_wrapped(f"{_result(record)}\n{text}", half)))
     for left, right in zip_longest(*columns, fillvalue=""):
         yield f"{left:<{half}} | {right}".rstrip()
@@ -136,7 +163,9 @@ def _result(record: Reply) -> str:
 def _wrapped(text: str, width: int) -> Iterator[str]:
     """Yield the text as lines of at most `width` characters; its own line breaks stay."""
     for line in text.split("\n"):
-        yield from textwrap.wrap(visible(line).expandtabs(4), max(10, width), drop_whitespace=False) or [""]
+        yield from textwrap.wrap(
+            visible(line).expandtabs(4), max(10, width), drop_whitespace=False
+        ) or [""]
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figure = None if options.figure is None else paper.figure(options.figure)
     runs = list(figure.scenarios(options.overrides) if figure else scenarios(options.overrides))
     known = costs.load(options.costs) if options.costs else costs.load()
-    asked = digest({"runs": [asdict(run) for run in runs], "costs": asdict(known)})  # the same runs at the same costs
+    # the same runs at the same costs
+    asked = digest({"runs": [asdict(run) for run in runs], "costs": asdict(known)})
     kind = f"figure_{options.figure}" if figure else f"{len(runs)}-runs"
     folder = options.out or ROOT / f"{kind}-{asked[:8]}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -40,23 +41,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
     say(outcome.table(rows, runs))
     if figure:
         say(f"\n{figure.table(rows)}")
-    result = {"schema": SCHEMA, "figure": options.figure, "words": options.overrides, "costs": asdict(known)}
+    result = {
+        "schema": SCHEMA,
+        "figure": options.figure,
+        "words": options.overrides,
+        "costs": asdict(known),
+    }
     write_json(folder / "simulation.json", result | {"provenance": provenance(), "runs": rows})
     write_csv(folder / "simulation.csv", [row["settings"] | row["figures"] for row in rows])
     say(f"\nwrote {folder}/simulation.json, .csv")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.simulate", description=__doc__)
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="docs/conversations.md has the keys")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m harness.simulate", description=__doc__
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="docs/conversations.md has the keys"
+    )
     parser.add_argument(
         "--figure",
         metavar="N",
         help="of the paper, 13 to 17, 21, 22, 24, 25: its runs, with its numbers for comparison",
     )
-    parser.add_argument("--costs", type=typed, metavar="FILE", help="yaml in place of the paper's costs")
     parser.add_argument(
-        "--out", type=typed, metavar="DIR", help=f"for all files (default: a folder in {ROOT} for each command)"
+        "--costs", type=typed, metavar="FILE", help="yaml in place of the paper's costs"
+    )
+    parser.add_argument(
+        "--out",
+        type=typed,
+        metavar="DIR",
+        help=f"for all files (default: a folder in {ROOT} for each command)",
     )
     return parser
 

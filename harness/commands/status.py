@@ -40,11 +40,18 @@ class RunState(NamedTuple):
 
 @as_command()
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.status", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m harness.status", description=__doc__
+    )
     root = Path(Results().root)
-    parser.add_argument("folder", nargs="?", type=typed, default=root, metavar="DIR", help="results.root")
+    parser.add_argument(
+        "folder", nargs="?", type=typed, default=root, metavar="DIR", help="results.root"
+    )
     folder = parser.parse_args(arguments).folder
-    runs = [RunState(label, "not begun", 0, None, "the same command runs it") for label in waiting(folder)]
+    runs = [
+        RunState(label, "not begun", 0, None, "the same command runs it")
+        for label in waiting(folder)
+    ]
     try:
         runs = [*map(state_of, find([folder])), *runs]
     except StoreError:
@@ -55,7 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     columns = [
         Column("run", "", [run.name for run in runs], left=True),
         Column("state", "", [run.state for run in runs], left=True),
-        Column("examples", "", [f"{run.done}/{'?' if run.total is None else run.total}" for run in runs]),
+        Column(
+            "examples",
+            "",
+            [f"{run.done}/{'?' if run.total is None else run.total}" for run in runs],
+        ),
         Column("", "", [run.note for run in runs], left=True),
     ]
     say(text_table(columns))
@@ -71,7 +82,9 @@ def state_of(folder: Path) -> RunState:
         info = read_info(folder)
         lines = [plain for _, plain in read_lines(folder / EXAMPLES)]
     except StoreError as error:
-        return RunState(folder.name, "failed", len(whole_lines(folder / EXAMPLES)), None, str(error))
+        return RunState(
+            folder.name, "failed", len(whole_lines(folder / EXAMPLES)), None, str(error)
+        )
     done = sum(not {"error", "skipped"} & plain.keys() for plain in lines)
     total, status = info.get("num_expected"), info.get("status")
     if status == "complete":

@@ -49,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from harness.tuning.search import Search
 
     names = {group: entry.name for group, entry in asked.chosen.items()}
-    out, command = options.out or Path(settings.results.root), f"python -m harness.tune {shlex.join(given)}"
+    out = options.out or Path(settings.results.root)
+    command = f"python -m harness.tune {shlex.join(given)}"
     path = preset_path(out, names["method"], command)
     search = Search.plan(method, task, model, settings, names, asked.values)
     say("\n".join(search.lines()))
@@ -62,7 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         full = {run.full_folder: None for run in runs.values() if run.full_folder}
         print_report([*full, *(run.folder for run in runs.values())], options.config_dir)
     origin = list(search.origin(best, held))
-    headline = f"{names['method']} tuned on {names['task']}: {search.changed(best) or 'its own values'}."
+    headline = (
+        f"{names['method']} tuned on {names['task']}: {search.changed(best) or 'its own values'}."
+    )
     write_preset(path, asked.chosen["method"], best, [headline, command, *origin])
     say("\n".join(["", *origin, f"wrote {path}"]))
     say(f"run it: python -m harness --config-dir {out} method={path.stem} ...")
@@ -73,7 +76,9 @@ def preset_path(folder: Path, method: str, command: str) -> Path:
     another command wrote it."""
     path = folder / "method" / f"{method}_tuned.yaml"
     if path.is_file() and f"# {command}" not in path.read_text(encoding="utf-8").splitlines():
-        raise SettingsError(f"{path} is there already, and not from this search: give another --out.")
+        raise SettingsError(
+            f"{path} is there already, and not from this search: give another --out."
+        )
     return path
 
 
@@ -85,19 +90,32 @@ def write_preset(path: Path, base: Entry, method: Method, comments: Sequence[str
         usual = describe(build(base.values(), "method"))
         values = {name: value for name, value in values.items() if value != usual[name]}
         defaults = [f"defaults: [{base.name}]"]
-    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-    body = yaml.safe_dump(plain, default_flow_style=None, sort_keys=False, width=1000) if plain else ""
+    plain = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
+    }
+    body = (
+        yaml.safe_dump(plain, default_flow_style=None, sort_keys=False, width=1000) if plain else ""
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, "\n".join([*(f"# {line}" for line in comments), *defaults, body]))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m harness.tune", description=__doc__)
-    parser.add_argument(
-        "overrides", nargs="+", metavar="KEY=VALUE", help="as for python -m harness; method.PARAMETER may name several"
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m harness.tune", description=__doc__
     )
-    parser.add_argument("--out", type=typed, metavar="DIR", help=f"for the preset, else results.root ({ROOT})")
-    parser.add_argument("--config-dir", "-cd", type=typed, action="append", default=[], help="more yaml files")
+    parser.add_argument(
+        "overrides",
+        nargs="+",
+        metavar="KEY=VALUE",
+        help="as for python -m harness; method.PARAMETER may name several",
+    )
+    parser.add_argument(
+        "--out", type=typed, metavar="DIR", help=f"for the preset, else results.root ({ROOT})"
+    )
+    parser.add_argument(
+        "--config-dir", "-cd", type=typed, action="append", default=[], help="more yaml files"
+    )
     return parser
 
 

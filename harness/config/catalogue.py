@@ -21,7 +21,8 @@ from harness.terminal.arguments import typed
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 GROUPS, EXPERIMENT = ("method", "task", "model"), "experiment"
-FACTS = ("paper", "model", "data", "grid", "cost", "published", "run", "small")  # lines of an experiment's card
+# lines of an experiment's card
+FACTS = ("paper", "model", "data", "grid", "cost", "published", "run", "small")
 _PACKAGE, _GRID = "# @package _global_", "hydra.sweeper.params."
 # The lines of a method's card, in this order: what a reader must know before comparing it with another. They stand in
 # the comment at the head of its yaml, where `{name}` is the value of a parameter.
@@ -70,8 +71,16 @@ class Entry:
     def base(self) -> Entry | None:
         """The yaml file that this one changes, if this one is a preset: the file that its
         `defaults` name, in the same folder or in conf/. None for a file that is no preset."""
-        named = [name for name in self._own().get("defaults", []) if isinstance(name, str) and name != "_self_"]
-        places = [folder / f"{name}.yaml" for name in named for folder in (self.file.parent, CONF / self._group)]
+        named = [
+            name
+            for name in self._own().get("defaults", [])
+            if isinstance(name, str) and name != "_self_"
+        ]
+        places = [
+            folder / f"{name}.yaml"
+            for name in named
+            for folder in (self.file.parent, CONF / self._group)
+        ]
         return next((Entry(place.stem, place) for place in places if place.is_file()), None)
 
     def values(self) -> dict[str, Any]:
@@ -100,7 +109,11 @@ class Entry:
     def settable(self) -> frozenset[str]:
         """The names of parameters that the command line can set: keys of the yaml, and fields that
         the plug-in's class declares itself."""
-        own = [node for node in self._annotated() if not ast.unparse(node.annotation).startswith("ClassVar")]
+        own = [
+            node
+            for node in self._annotated()
+            if not ast.unparse(node.annotation).startswith("ClassVar")
+        ]
         declared = [name for node in own if not (name := ast.unparse(node.target)).startswith("_")]
         return frozenset(self.values()).union(declared)
 
@@ -136,7 +149,11 @@ class Entry:
 
     def _annotated(self) -> list[ast.AnnAssign]:
         name = str(self.target).rpartition(".")[2]
-        classes = [node for node in self._module().body if isinstance(node, ast.ClassDef) and node.name == name]
+        classes = [
+            node
+            for node in self._module().body
+            if isinstance(node, ast.ClassDef) and node.name == name
+        ]
         return [node for cls in classes for node in cls.body if isinstance(node, ast.AnnAssign)]
 
     def _module(self) -> ast.Module:
@@ -295,7 +312,11 @@ class Experiment:
     def bases(self) -> list[Experiment]:
         """Return the experiments that its `defaults` name. As in Hydra, a later one overrides an
         earlier one."""
-        named = [line for line in self._content.get("defaults", []) if isinstance(line, str) and line != "_self_"]
+        named = [
+            line
+            for line in self._content.get("defaults", [])
+            if isinstance(line, str) and line != "_self_"
+        ]
         known = _files(self.folders)
         for name in named:
             if name.removeprefix(f"/{EXPERIMENT}/") not in known:
@@ -340,8 +361,12 @@ class Experiment:
     @cached_property
     def _content(self) -> dict[str, Any]:
         content = load(self.file) or {}
-        if not isinstance(content, dict) or not self.file.read_text(encoding="utf-8").startswith(_PACKAGE):
-            raise ConfigError(f"{self.file} must begin with the line `{_PACKAGE}` and hold keys with values.")
+        if not isinstance(content, dict) or not self.file.read_text(encoding="utf-8").startswith(
+            _PACKAGE
+        ):
+            raise ConfigError(
+                f"{self.file} must begin with the line `{_PACKAGE}` and hold keys with values."
+            )
         return content
 
     @property
@@ -353,10 +378,17 @@ class Experiment:
 def experiments(folders: Sequence[Path] = (CONF,)) -> dict[str, Experiment]:
     """Return all experiments by name, without files that only hold shared parts. Raise `NameTaken`
     if two folders have one of the same name."""
-    return {name: file for name, file in _files(folders).items() if not name.rpartition("/")[2].startswith("_")}
+    return {
+        name: file
+        for name, file in _files(folders).items()
+        if not name.rpartition("/")[2].startswith("_")
+    }
 
 
 def _files(folders: Sequence[Path]) -> dict[str, Experiment]:
     """Return all yaml files of experiments by name, with those whose name begins with `_`, which
     hold what several experiments share."""
-    return {entry.name: Experiment(entry.name, entry.file, tuple(folders)) for entry in entries(EXPERIMENT, folders)}
+    return {
+        entry.name: Experiment(entry.name, entry.file, tuple(folders))
+        for entry in entries(EXPERIMENT, folders)
+    }

@@ -42,7 +42,15 @@ from harness.terminal.arguments import typed
 
 LAUNCHER, SWEEPER = "hydra/launcher", "hydra/sweeper"
 SWEEP = ("-m", "--multirun")
-VALUED = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd")  # Hydra's flags that take the next word
+# Hydra's flags that take the next word
+VALUED = (
+    "--cfg",
+    "-c",
+    "--package",
+    "-p",
+    "--config-dir",
+    "-cd",
+)
 FLAGS = (*SWEEP, *VALUED, "--info", "-i", "--resolve", "--run", "-r", "--hydra-help")
 OF_A_LAUNCHER = f"{LAUNCHER}=NAME and hydra.launcher.KEY=VALUE"
 HOW = "write key=value, a list as key=[1,2], text with commas, brackets or quotes as key='\"a, b\"'"
@@ -92,16 +100,26 @@ def compose_all(words: Sequence[str], sweep: bool = False) -> list[Composed]:
     command line alone may."""
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
-        config = loader.load_configuration("config", [*words], RunMode.MULTIRUN if sweep else RunMode.RUN)
+        config = loader.load_configuration(
+            "config", [*words], RunMode.MULTIRUN if sweep else RunMode.RUN
+        )
         _require_usual(config.hydra.runtime.choices)
         if not sweep:
             return [taken(config, config.hydra)]
         grid = [f"{key}={values}" for key, values in (config.hydra.sweeper.params or {}).items()]
-        overrides = OverridesParser.create(loader).parse_overrides([*grid, *config.hydra.overrides.task])
+        overrides = OverridesParser.create(loader).parse_overrides(
+            [*grid, *config.hydra.overrides.task]
+        )
         [points] = BasicSweeper.split_arguments(overrides, None)
         if not points:
-            empty = [one.input_line for one in overrides if one.is_sweep_override() and not [*one.sweep_iterator()]]
-            raise SettingsError(f"{empty[0]} holds no value, so there is no job: name some, as in seed=1,2.")
+            empty = [
+                one.input_line
+                for one in overrides
+                if one.is_sweep_override() and not [*one.sweep_iterator()]
+            ]
+            raise SettingsError(
+                f"{empty[0]} holds no value, so there is no job: name some, as in seed=1,2."
+            )
         jobs = [loader.load_sweep_config(config, point) for point in points]
         return [taken(job, job.hydra) for job in jobs]
 
@@ -109,9 +127,14 @@ def compose_all(words: Sequence[str], sweep: bool = False) -> list[Composed]:
 def _require_usual(choices: Mapping[str, str]) -> None:
     """Raise `SettingsError` if a yaml file chooses a launcher or a sweeper of Hydra's, which would run nothing.
     `choices`: the yaml file that is chosen in each group."""
-    for group, remedy in ((LAUNCHER, "name it on the command line"), (SWEEPER, "write values as key=A,B")):
+    for group, remedy in (
+        (LAUNCHER, "name it on the command line"),
+        (SWEEPER, "write values as key=A,B"),
+    ):
         if choices[group] != "basic":
-            raise SettingsError(f"{group}={choices[group]} has no effect in a yaml file: leave it out, and {remedy}.")
+            raise SettingsError(
+                f"{group}={choices[group]} has no effect in a yaml file: leave it out, and {remedy}."
+            )
 
 
 def taken(config: Any, about: Any) -> Composed:
@@ -142,7 +165,9 @@ def search_path(config_dirs: Sequence[Path]) -> list[str]:
     list if there are none. Raise `SettingsError` for one that is not there."""
     for folder in config_dirs:
         if not folder.is_dir():
-            raise SettingsError(f"--config-dir={folder} is not a folder: name the one that holds method/NAME.yaml.")
+            raise SettingsError(
+                f"--config-dir={folder} is not a folder: name the one that holds method/NAME.yaml."
+            )
         if (folder / "config.yaml").is_file():
             raise SettingsError(
                 f"{folder}/config.yaml has no effect: make it experiment/NAME.yaml there, and add +experiment=NAME."
@@ -159,16 +184,28 @@ def read(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
         flag, equals, value = arguments[place].partition("=")
         if flag not in FLAGS:
             value = value if equals else [*arguments, "VALUE"][place + 1]
-            raise SettingsError(f"{flag} is no flag: write settings without dashes, as in {flag.lstrip('-')}={value}.")
-    values = [place + 1 for place in flags if arguments[place] in VALUED and place + 1 < len(arguments)]
+            raise SettingsError(
+                f"{flag} is no flag: write settings without dashes, as in {flag.lstrip('-')}={value}."
+            )
+    values = [
+        place + 1 for place in flags if arguments[place] in VALUED and place + 1 < len(arguments)
+    ]
     words = [word for place, word in enumerate(arguments) if place not in {*flags, *values}]
     of_hydra = [word for word in words if re.match(r"[+~]*hydra[./@]", word)]
-    launcher = [word for word in of_hydra if word.lstrip("+").startswith((f"{LAUNCHER}=", "hydra.launcher."))]
+    launcher = [
+        word
+        for word in of_hydra
+        if word.lstrip("+").startswith((f"{LAUNCHER}=", "hydra.launcher."))
+    ]
     for word in of_hydra:
         if word not in launcher:
-            raise SettingsError(f"{word} has no effect: of Hydra's own settings {OF_A_LAUNCHER} have one.")
+            raise SettingsError(
+                f"{word} has no effect: of Hydra's own settings {OF_A_LAUNCHER} have one."
+            )
     own = [word for word in words if word not in of_hydra]
-    ready = for_hydra(own, config_dirs(arguments), sweep=any(flag in arguments for flag in SWEEP), runs=True)
+    ready = for_hydra(
+        own, config_dirs(arguments), sweep=any(flag in arguments for flag in SWEEP), runs=True
+    )
     return (
         [arguments[place] for place in sorted({*flags, *values})],
         ready,
@@ -177,7 +214,11 @@ def read(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
 
 
 def for_hydra(
-    words: Sequence[str], config_dirs: Sequence[Path] = (), *, sweep: bool = False, runs: bool = False
+    words: Sequence[str],
+    config_dirs: Sequence[Path] = (),
+    *,
+    sweep: bool = False,
+    runs: bool = False,
 ) -> list[str]:
     """Return overrides in the form that Hydra takes: `~` becomes the home folder, `experiment` gets
     `+`, and parameters of plug-ins get `++`, because not every plug-in of a sweep has them.
@@ -186,16 +227,28 @@ def for_hydra(
     `sweep` (-m), and, if `runs`, for an experiment that another command runs.
     """
     values = words_of(words)
-    both = [f"{key}={values[key]}" for key in ("budget", "budget_bytes") if values.get(key, "null") != "null"]
+    both = [
+        f"{key}={values[key]}"
+        for key in ("budget", "budget_bytes")
+        if values.get(key, "null") != "null"
+    ]
     if len(both) == 2:
         raise SettingsError(f"{both[0]} would be ignored beside {both[1]}: leave one of them out.")
     experiment = experiments((CONF, *config_dirs)).get(values.get(EXPERIMENT, ""))
     grid = experiment.grid if experiment else {}
     if "," in values.get(EXPERIMENT, ""):
-        raise SettingsError(f"{EXPERIMENT}={values[EXPERIMENT]}: give one experiment per command, it may hold a grid.")
+        raise SettingsError(
+            f"{EXPERIMENT}={values[EXPERIMENT]}: give one experiment per command, it may hold a grid."
+        )
     if experiment and runs and "run" in experiment.facts:
-        raise SettingsError(f"{EXPERIMENT}={experiment.name} is no run: use `{experiment.command}`.")
-    if experiment and not sweep and (swept := sorted({key.lstrip("+") for key in grid} - values.keys())):
+        raise SettingsError(
+            f"{EXPERIMENT}={experiment.name} is no run: use `{experiment.command}`."
+        )
+    if (
+        experiment
+        and not sweep
+        and (swept := sorted({key.lstrip("+") for key in grid} - values.keys()))
+    ):
         raise SettingsError(
             f"{EXPERIMENT}={experiment.name} is a grid over {', '.join(swept)}: add -m, or give one value of each."
         )
@@ -209,7 +262,9 @@ def for_hydra(
             raise SettingsError(UNNAMED.format(group=bare))
         elif bare.partition(".")[0] in GROUPS and ("." in bare or value.startswith("{")):
             key = bare if bare in grid else f"++{bare}"
-        ready.append(f"{key}{equals}{_quoted(typed(value, f'{key}=') if value.startswith('~') else value)}")
+        ready.append(
+            f"{key}{equals}{_quoted(typed(value, f'{key}=') if value.startswith('~') else value)}"
+        )
     return ready
 
 
@@ -217,10 +272,16 @@ def _quoted(value: object) -> str:
     """Return a value as Hydra's grammar takes it: in quotes if it has a letter like ä, or a sign like #, and nothing by
     which several values or a list are written."""
     text = str(value)
-    return f"'{text}'" if re.fullmatch(r"[^,()\[\]{}'\"]*([^ -~]|[!#&;<=>^`~])[^,()\[\]{}'\"]*", text) else text
+    return (
+        f"'{text}'"
+        if re.fullmatch(r"[^,()\[\]{}'\"]*([^ -~]|[!#&;<=>^`~])[^,()\[\]{}'\"]*", text)
+        else text
+    )
 
 
-def with_own_parameters(jobs: Sequence[Composed], config_dirs: Sequence[Path] = ()) -> list[Composed]:
+def with_own_parameters(
+    jobs: Sequence[Composed], config_dirs: Sequence[Path] = ()
+) -> list[Composed]:
     """Return the jobs without parameters that their own plug-in lacks but another one has: one
     typed for another job of the sweep, or one from a file written for another choice. A parameter
     that no plug-in has stays, so that building the plug-in refuses it."""
@@ -230,13 +291,17 @@ def with_own_parameters(jobs: Sequence[Composed], config_dirs: Sequence[Path] = 
         for job in jobs:
             own = known[job.presets[group]].settable
             for name in [name for name in job.config[group] if name not in own]:
-                is_typed = any(word.lstrip("+").startswith(f"{group}.{name}=") for word in job.words)
+                is_typed = any(
+                    word.lstrip("+").startswith(f"{group}.{name}=") for word in job.words
+                )
                 elsewhere = any(name in entry.settable for entry in known.values())
                 if name in used or (not is_typed and elsewhere):
                     del job.config[group][name]
                 elif is_typed and not elsewhere and name in KEYS:
                     value = plain(job.config[group][name])
-                    raise SettingsError(f"{group}.{name}: {name} is a setting of the run, so write {name}={value}.")
+                    raise SettingsError(
+                        f"{group}.{name}: {name} is a setting of the run, so write {name}={value}."
+                    )
     return list(jobs)
 
 
@@ -249,13 +314,15 @@ def explain(error: HydraException) -> str:
         if group == "model" and ("/" in name or Path(name).is_dir()):
             return f"There is no preset {name}; for a model of the hub or a folder write model=hf model.name={name}."
         own = f"One of your own needs --config-dir=FOLDER, and its file FOLDER/{group}/{name}.yaml."
-        known = [option for option in error.options or [] if not option.startswith("_")]  # not what experiments share
+        # those with an underscore are what experiments share
+        known = [option for option in error.options or [] if not option.startswith("_")]
         return f"There is no {group} {name!r}{suggestion(name, known)} {own}"
     if isinstance(error, OverrideParseException):
         return _unread(error.override)
     if chosen := re.match(r"In '(.+)': Could not override '(hydra/\w+)@", text):
         return (
-            f"{chosen[2]} has no effect in the yaml file of {chosen[1]}: leave it out, or name it on the command line."
+            f"{chosen[2]} has no effect in the yaml file of {chosen[1]}: leave it out, "
+            "or name it on the command line."
         )
     if unknown := re.match(r"Could not override '([^']+)'", text):
         return unknown_setting(unknown[1])
@@ -269,7 +336,9 @@ def explain(error: HydraException) -> str:
 
 def _unread(word: str) -> str:
     if word in commands():
-        return f"{word} is a command and no setting: put it first, as in `python -m harness {word}`."
+        return (
+            f"{word} is a command and no setting: put it first, as in `python -m harness {word}`."
+        )
     if near := get_close_matches(word, commands(), n=1):
         return f"There is no command {word!r}; did you mean {near[0]}?"
     return f"Cannot read {word!r}: {HOW}."
@@ -302,7 +371,9 @@ def read_search(words: Sequence[str], config_dirs: Sequence[Path] = ()) -> Searc
     for key, choices in _by_key(words).items():
         group, _, parameter = key.partition(".")
         if group in SET_BY_TUNE:
-            raise SettingsError(f"{key} changes nothing for harness.tune, since {SET_BY_TUNE[group]}: leave it out.")
+            raise SettingsError(
+                f"{key} changes nothing for harness.tune, since {SET_BY_TUNE[group]}: leave it out."
+            )
         searched = group == "method" and parameter
         if searched and choices[0].value == "":
             raise SettingsError(f"{key} is empty: name the values to try, as in {key}=A,B.")
@@ -312,12 +383,19 @@ def read_search(words: Sequence[str], config_dirs: Sequence[Path] = ()) -> Searc
             values[parameter] = tuple(dict.fromkeys(choice.value for choice in choices))
         else:
             given = ",".join(plain(choice.value) for choice in choices)
-            raise SettingsError(f"{key}={given} names several values: parameters of the method alone have a grid.")
+            raise SettingsError(
+                f"{key}={given} names several values: parameters of the method alone have a grid."
+            )
     presets = compose_one(others, config_dirs).presets
     folders = (CONF, *config_dirs)
-    chosen = {group: next(e for e in entries(group, folders) if e.name == presets[group]) for group in GROUPS}
+    chosen = {
+        group: next(e for e in entries(group, folders) if e.name == presets[group])
+        for group in GROUPS
+    }
     for name in values.keys() - chosen["method"].settable:
-        near = suggestion(name, [f"method.{own}" for own in chosen["method"].settable - {plugins.TARGET}])
+        near = suggestion(
+            name, [f"method.{own}" for own in chosen["method"].settable - {plugins.TARGET}]
+        )
         raise SettingsError(f"method={presets['method']} has no parameter {name}{near}")
     return Search(others, values, chosen)
 
@@ -351,8 +429,12 @@ def _values(override: Override) -> Iterator[Word]:
         return
     key = str(override.input_line).partition("=")[0]
     if not override.is_discrete_sweep():
-        raise SettingsError(f"{override.input_line} has no steps: name the values, as in {key}=A,B.")
-    for text, value in zip(override.sweep_string_iterator(), override.sweep_iterator(), strict=True):
+        raise SettingsError(
+            f"{override.input_line} has no steps: name the values, as in {key}=A,B."
+        )
+    for text, value in zip(
+        override.sweep_string_iterator(), override.sweep_iterator(), strict=True
+    ):
         yield Word(f"{key}={text}", _frozen(value))
 
 

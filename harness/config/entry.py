@@ -20,7 +20,8 @@ PICKED = "How tokens are picked"
 FOLDERS = "Where data come from and runs go"
 SHOWN = "Where else finished runs are shown"
 TURNS = "Conversations of several turns"
-SECTIONS = (READ, RUN, MEASURED, PICKED, FOLDERS, SHOWN, TURNS)  # in the order of conf/config.yaml and of `--help`
+# in the order of conf/config.yaml and of `--help`
+SECTIONS = (READ, RUN, MEASURED, PICKED, FOLDERS, SHOWN, TURNS)
 RARE_SECTIONS = (TURNS, SHOWN)  # left out of --help
 
 SERVE, LM_EVAL, OBSERVE = "serve", "lm_eval", "observe"
@@ -38,7 +39,8 @@ class Entry:
     """What is known of a setting. All but `meaning`, `section` and `neutral` has a default that suits most."""
 
     meaning: str  # as `--help` shows it
-    section: str = ""  # one of SECTIONS; empty for a setting in a group, which has that of the group
+    # one of SECTIONS; empty for a setting in a group, which has that of the group
+    section: str = ""
     choices: Collection[str | None] = ()  # all values that it can have; empty if it is no choice
     within: Range | None = None
     is_path: bool = False  # a `~` in it becomes the user's home

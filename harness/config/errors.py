@@ -65,7 +65,11 @@ def _sentence(error: BaseException, data_root: str) -> str:
     if isinstance(error, yaml.MarkedYAMLError):
         return not_yaml(error)
     if isinstance(error, (JSONDecodeError, UnicodeDecodeError)) and (place := _misread(error)):
-        reason = error.msg if isinstance(error, JSONDecodeError) else f"it is no {error.encoding}: {error.reason}"
+        reason = (
+            error.msg
+            if isinstance(error, JSONDecodeError)
+            else f"it is no {error.encoding}: {error.reason}"
+        )
         return f"{place} cannot be read ({reason}): correct the file, or drop the row."
     text = " ".join(str(error).split())
     if isinstance(error, MissingData):
@@ -76,13 +80,20 @@ def _sentence(error: BaseException, data_root: str) -> str:
 def one_sentence(error: BaseException) -> str:
     """Return one sentence on any error. For an unforeseen one it names the class of the error, the
     line of the user's own code, and the file with the traceback."""
-    notes: list[str] = getattr(error, "__notes__", [])  # a run that failed keeps the traceback in its folder
+    # a run that failed keeps the traceback in its folder
+    notes: list[str] = getattr(error, "__notes__", [])
     line = own_line(error)
     if is_known(error):
         text = sentence(error)
-        return f"{text.rstrip('.')} ({line}). {notes[0]}" if line and notes and isinstance(error, ValueError) else text
+        return (
+            f"{text.rstrip('.')} ({line}). {notes[0]}"
+            if line and notes and isinstance(error, ValueError)
+            else text
+        )
     where = notes[0] if notes else f"The traceback is in {_kept(error)}."
-    return f"{type(error).__name__}: {sentence(error).rstrip('.')}{f' ({line})' * bool(line)}. {where}"
+    return (
+        f"{type(error).__name__}: {sentence(error).rstrip('.')}{f' ({line})' * bool(line)}. {where}"
+    )
 
 
 def explained(work: Callable[P, int | None]) -> Callable[P, int]:
@@ -131,7 +142,10 @@ def own_line(error: BaseException) -> str | None:
 
 def _own_frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
     """Yield the frames of the user's own code in which the error was raised, and their lines."""
-    others = [*(ROOT / name for name in PACKAGES), *map(Path, {*sysconfig.get_paths().values(), sys.prefix})]
+    others = [
+        *(ROOT / name for name in PACKAGES),
+        *map(Path, {*sysconfig.get_paths().values(), sys.prefix}),
+    ]
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = Path(frame.f_code.co_filename)
         if file.is_file() and not any(file.is_relative_to(other) for other in others):
@@ -149,7 +163,10 @@ def _misread(error: JSONDecodeError | UnicodeDecodeError) -> str:
         text, line = error.object, error.object[: error.start].count(b"\n") + 1
         row = re.escape(text)
     held = [value for frame, _ in _own_frames(error) for value in frame.f_locals.values()]
-    for value in [*held, *(part for owner in held for part in getattr(owner, "__dict__", {}).values())]:
+    for value in [
+        *held,
+        *(part for owner in held for part in getattr(owner, "__dict__", {}).values()),
+    ]:
         file = getattr(value, "name", "") if isinstance(value, io.IOBase) else value
         if text.strip() and isinstance(file, (str, Path)) and isfile(file):
             data = Path(file).read_bytes()
@@ -161,7 +178,9 @@ def _misread(error: JSONDecodeError | UnicodeDecodeError) -> str:
 
 
 def _kept(error: BaseException) -> str:
-    with tempfile.NamedTemporaryFile("w", prefix="kv-harness-", suffix=".txt", delete=False) as file:
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="kv-harness-", suffix=".txt", delete=False
+    ) as file:
         file.writelines(traceback.format_exception(error))
     return file.name
 
@@ -171,13 +190,17 @@ def is_memory(error: BaseException) -> bool:
     GPU's."""
     text, kind = str(error), type(error).__name__  # importing torch for its class takes long
     is_named = isinstance(error, MemoryError) or kind == "OutOfMemoryError"
-    signs = ("out of memory", "can't allocate memory", "status_alloc_failed")  # the last is cuBLAS's and cuDNN's
+    # the last is cuBLAS's and cuDNN's
+    signs = ("out of memory", "can't allocate memory", "status_alloc_failed")
     return is_named or any(sign in text.lower() for sign in signs)
 
 
 def breaks_device(error: BaseException) -> bool:
     """Return True for an error of CUDA, such as a device-side assert or an illegal access, after
     which no call of this process succeeds on the device. Running out of memory is none."""
-    signs = ("CUDA error", "illegal memory access", "device-side assert")  # Triton words them in its own way
-    is_cudas = type(error).__name__ == "AcceleratorError" or any(sign in str(error) for sign in signs)
+    # Triton words them in its own way
+    signs = ("CUDA error", "illegal memory access", "device-side assert")
+    is_cudas = type(error).__name__ == "AcceleratorError" or any(
+        sign in str(error) for sign in signs
+    )
     return is_cudas and not is_memory(error)

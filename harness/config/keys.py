@@ -86,7 +86,11 @@ def help_text(words: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> st
     """Return what `--help` prints: the settings, and the parameters of those methods, tasks and
     models that the command line names."""
     found = {group: entries(group, (CONF, *config_dirs)) for group in GROUPS}
-    parts = [_USAGE, "\n".join(_names(group, found[group]) for group in GROUPS), settings_text(leave_out=RARE_SECTIONS)]
+    parts = [
+        _USAGE,
+        "\n".join(_names(group, found[group]) for group in GROUPS),
+        settings_text(leave_out=RARE_SECTIONS),
+    ]
     for group, name in _named(words):
         for entry in (entry for entry in found[group] if entry.name == name):
             rows = aligned((f"{group}.{given}", meaning) for given, meaning in parameters_of(entry))
@@ -97,12 +101,20 @@ def help_text(words: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> st
 def _names(group: str, found: Sequence[Entry]) -> str:
     """Return one line with the names of a group; presets are counted, not named."""
     names = [entry.name for entry in found if entry.base is None]
-    presets = f" and {len(found) - len(names)} presets (harness.list {group})" if len(names) < len(found) else ""
+    presets = (
+        f" and {len(found) - len(names)} presets (harness.list {group})"
+        if len(names) < len(found)
+        else ""
+    )
     return f"{group + '=':<8}{', '.join(names)}{presets}"
 
 
 def _named(words: Sequence[str]) -> list[tuple[str, str]]:
-    pairs = [word.split("=", 1) for word in words if word.startswith(tuple(f"{group}=" for group in GROUPS))]
+    pairs = [
+        word.split("=", 1)
+        for word in words
+        if word.startswith(tuple(f"{group}=" for group in GROUPS))
+    ]
     return [(group, name) for group, names in pairs for name in names.split(",")]
 
 
@@ -114,7 +126,10 @@ def settings_text(leave_out: Sequence[str] = ()) -> str:
         if title not in leave_out:
             lines += ["", title, *aligned((row.given, row.described) for row in rows)]
     if leave_out:
-        lines += ["", f"More settings, with `python -m harness.list settings`: {', '.join(leave_out).lower()}"]
+        lines += [
+            "",
+            f"More settings, with `python -m harness.list settings`: {', '.join(leave_out).lower()}",
+        ]
     return "\n".join([*lines, ""])
 
 

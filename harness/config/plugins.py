@@ -40,7 +40,11 @@ def build(config: Mapping[str, Any], kind: str) -> Any:
     hints = get_type_hints(cls)
     known = {field.name: hints[field.name] for field in fields(cls) if field.init}
     for name in values.keys() - known.keys():
-        near = f"; did you mean {kind}.{LIKE[name]}?" if LIKE.get(name) in known else suggestion(name, known)
+        near = (
+            f"; did you mean {kind}.{LIKE[name]}?"
+            if LIKE.get(name) in known
+            else suggestion(name, known)
+        )
         raise PluginError(f"{kind}.{name} is not a parameter of {cls.__name__}{near}")
     for name in required(cls):
         if values.get(name, MISSING) == MISSING:
@@ -87,7 +91,9 @@ def naming(kind: str, parameters: Iterable[str]) -> Iterator[None]:
 def required(cls: Any) -> list[str]:
     """Return the names of a dataclass's fields that have no default."""
     bare = dataclasses.MISSING
-    return [f.name for f in fields(cls) if f.init and f.default is bare and f.default_factory is bare]
+    return [
+        f.name for f in fields(cls) if f.init and f.default is bare and f.default_factory is bare
+    ]
 
 
 def describe(plugin: Any) -> dict[str, Any]:
@@ -101,7 +107,10 @@ def defaults(plugin: Any) -> dict[str, Any]:
     """Return the default of each parameter of a plug-in that has one."""
     bare = set(required(plugin))
     own = [field for field in fields(plugin) if field.init and field.name not in bare]
-    return {f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory() for f in own}
+    return {
+        f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        for f in own
+    }
 
 
 def changed(plugin: Any) -> list[str]:
@@ -114,7 +123,11 @@ def changed(plugin: Any) -> list[str]:
 def suggestion(name: str, known: Any) -> str:
     """Return the end of an error about an unknown name: the nearest known one, or a list of all."""
     near = get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else f"; there is {', '.join(sorted(known)) or 'none'}."
+    return (
+        f"; did you mean {near[0]}?"
+        if near
+        else f"; there is {', '.join(sorted(known)) or 'none'}."
+    )
 
 
 def _find(target: Any, kind: str) -> type:
@@ -128,9 +141,13 @@ def _find(target: Any, kind: str) -> type:
             f"{kind}.{TARGET}={target} cannot be imported ({error}); is its folder on PYTHONPATH?"
         ) from error
     except AttributeError as error:
-        raise PluginError(f"{kind}.{TARGET}={target}: the module {module} has no {name}.") from error
+        raise PluginError(
+            f"{kind}.{TARGET}={target}: the module {module} has no {name}."
+        ) from error
     if not hasattr(cls, "__dataclass_fields__"):
-        raise PluginError(f"{kind}.{TARGET}={target} is not a dataclass: make the plug-in a frozen dataclass.")
+        raise PluginError(
+            f"{kind}.{TARGET}={target} is not a dataclass: make the plug-in a frozen dataclass."
+        )
     return cls
 
 
@@ -161,16 +178,23 @@ def is_size(hint: Any) -> bool:
     return {int, str} <= set(get_args(hint))
 
 
-MAPPINGS = {"model.rope": "{rope_type: yarn, factor: 4}", "template_kwargs": "{reasoning_effort: low}"}  # examples
+# examples
+MAPPINGS = {
+    "model.rope": "{rope_type: yarn, factor: 4}",
+    "template_kwargs": "{reasoning_effort: low}",
+}
 
 
 def wrong_type(key: str, value: Any, hint: Any) -> str:
     """Return a sentence that says that `value` is not of the annotated type, with a hint for the
     usual slips: a percentage, a single value in place of a list, text in place of a mapping."""
     if dataclasses.is_dataclass(hint):
-        return f"{key} holds settings, to be named one by one, as {key}.{fields(hint)[0].name}=VALUE."
+        return (
+            f"{key} holds settings, to be named one by one, as {key}.{fields(hint)[0].name}=VALUE."
+        )
     end, percent = "", re.fullmatch(r"(\d+(?:\.\d+)?) ?%", plain(value))
-    if percent and float in (hint, *get_args(hint)):  # with its point, because a whole 1 is one token
+    # with its point, because a whole 1 is one token
+    if percent and float in (hint, *get_args(hint)):
         share = float(f"{float(percent[1]) / 100:g}")
         end = f": write {share} for {percent[1]} %" if share <= 1 else ": a share is at most 1.0"
     elif key in MAPPINGS:
@@ -195,5 +219,11 @@ def spell(hint: Any) -> str:
         return "a mapping"
     if origin in SEQUENCES:
         return "a list" if inner[0] is Any else f"a list, each {spell(inner[0])}"
-    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    words = {
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        bool: "true or false",
+        type(None): "null",
+    }
     return words.get(hint, getattr(hint, "__name__", str(hint)))

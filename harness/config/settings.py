@@ -33,7 +33,15 @@ from harness.config.entry import (
     setting,
 )
 from harness.config.plugins import wrong_type
-from harness.config.values import FROM_0, FROM_1, Range, backends_in_one_line, check_values, expand_paths, size
+from harness.config.values import (
+    FROM_0,
+    FROM_1,
+    Range,
+    backends_in_one_line,
+    check_values,
+    expand_paths,
+    size,
+)
 from harness.config.values import SettingsError as SettingsError
 from harness.models.devices import usual_chunk
 from methods.budget import Budget, BudgetError
@@ -44,20 +52,26 @@ OVERFLOWS = ("truncate_cache", "truncate_tokens", "truncate_rotated")
 POLICIES = ("scheduler_aware", "lru", "fifo")
 BLOCK_TOKENS = 256  # of a block of the store, of which a prefix is found whole
 IO_THREADS = 2  # that read for turns that wait, while these compute
-WRITE_BUFFER = 256 * 10**6  # bytes that may wait on the device after a turn, and as many for the disk
+# bytes that may wait on the device after a turn, and as many for the disk
+WRITE_BUFFER = 256 * 10**6
 # keywords of a chat template that the harness passes itself -> what a user does instead
 TEMPLATE_KEYWORDS = {
     "enable_thinking": "set thinking instead",
-    **dict.fromkeys(("messages", "add_generation_prompt", "continue_final_message", "tokenize"), "leave it out"),
+    **dict.fromkeys(
+        ("messages", "add_generation_prompt", "continue_final_message", "tokenize"), "leave it out"
+    ),
 }
-TUNING_SEED = 271_828  # of the examples that harness.tune chooses parameters by; no table is about them
+# of the examples that harness.tune chooses parameters by; no table is about them
+TUNING_SEED = 271_828
 
 
 @dataclass
 class GenerationSettings:
     """Sets how the tokens of an answer are picked. A temperature of 0 is greedy decoding."""
 
-    temperature: float = setting(0.0, "0: greedy", within=Range(least=0, hint="which is greedy; 1 samples"))
+    temperature: float = setting(
+        0.0, "0: greedy", within=Range(least=0, hint="which is greedy; 1 samples")
+    )
     top_k: int = setting(0, "0: no limit", within=FROM_0)
     top_p: float = setting(1.0, "1: no limit", within=Range(above=0, most=1))
     max_new_tokens: int | None = setting(None, "null: the task's own", within=FROM_1)
@@ -149,7 +163,9 @@ class Data:
     def folder(self) -> Path | None:
         root = Path(self.root) if self.root else None
         if root is not None and not root.is_dir():
-            raise SettingsError(f"data.root={self.root} is not a folder: give the folder that holds the data sets.")
+            raise SettingsError(
+                f"data.root={self.root} is not a folder: give the folder that holds the data sets."
+            )
         return root
 
 
@@ -161,7 +177,9 @@ class Results:
 
 @dataclass
 class WandbSettings:
-    project: str | None = setting(None, "the project that gets a copy of each finished run; null: nothing is sent")
+    project: str | None = setting(
+        None, "the project that gets a copy of each finished run; null: nothing is sent"
+    )
 
 
 @dataclass
@@ -322,7 +340,11 @@ class Settings:
         read_by=(SERVE, OBSERVE),
     )
     template_kwargs: dict[str, Any] | None = setting(
-        None, "keywords for that template, as '{reasoning_effort: low}'", RUN, one_table=True, read_by=ALL
+        None,
+        "keywords for that template, as '{reasoning_effort: low}'",
+        RUN,
+        one_table=True,
+        read_by=ALL,
     )
     thinking: str = setting(
         "off",
@@ -350,10 +372,17 @@ class Settings:
         read_by=ALL,
     )
     device: str = setting(
-        "auto", "cpu, cuda, cuda:1; auto: cuda where there is one", RUN, named="among_namesakes", read_by=ALL
+        "auto",
+        "cpu, cuda, cuda:1; auto: cuda where there is one",
+        RUN,
+        named="among_namesakes",
+        read_by=ALL,
     )
     batch: int = setting(
-        1, "examples that run side by side, of any lengths; where one ends the next joins", RUN, within=FROM_1
+        1,
+        "examples that run side by side, of any lengths; where one ends the next joins",
+        RUN,
+        within=FROM_1,
     )
     prefill_chunk: int | None = setting(
         None,
@@ -387,7 +416,12 @@ class Settings:
         identifies=False,
     )
     warmup: int = setting(
-        1, "examples to run first and discard", MEASURED, within=FROM_0, named="never", read_by=(SERVE,)
+        1,
+        "examples to run first and discard",
+        MEASURED,
+        within=FROM_0,
+        named="never",
+        read_by=(SERVE,),
     )
     shared_prefill: bool = setting(
         False,
@@ -397,7 +431,10 @@ class Settings:
         named="among_namesakes",
     )
     fidelity: int = setting(
-        0, "compare every n-th step with exact attention and with Full; 0: never", MEASURED, within=FROM_0
+        0,
+        "compare every n-th step with exact attention and with Full; 0: never",
+        MEASURED,
+        within=FROM_0,
     )
     likelihood: str = setting(
         "on",
@@ -408,7 +445,10 @@ class Settings:
         identifies=False,
     )
     trace: str = setting(
-        "off", "on: show where a decode step spends its time; no speed", MEASURED, choices=("off", "on")
+        "off",
+        "on: show where a decode step spends its time; no speed",
+        MEASURED,
+        choices=("off", "on"),
     )
     graphs: str = setting(
         "auto",
@@ -425,9 +465,14 @@ class Settings:
         read_by=BOTH,
     )
     dry_run: bool = setting(
-        False, "print lengths, budget, bytes and folder; load no weights", MEASURED, identifies=False
+        False,
+        "print lengths, budget, bytes and folder; load no weights",
+        MEASURED,
+        identifies=False,
     )
-    generation: GenerationSettings = setting(GenerationSettings, "", PICKED, one_table=True, read_by=(SERVE,))
+    generation: GenerationSettings = setting(
+        GenerationSettings, "", PICKED, one_table=True, read_by=(SERVE,)
+    )
     data: Data = setting(Data, "", FOLDERS, identifies=False, read_by=(SERVE, OBSERVE))
     results: Results = setting(Results, "", FOLDERS, identifies=False, read_by=(OBSERVE,))
     wandb: WandbSettings = setting(
@@ -440,7 +485,9 @@ class Settings:
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
             if (value := attrgetter(name)(self)) not in choices:
-                raise SettingsError(f"{name}={value} is unknown: choose one of {', '.join(map(plain, choices))}.")
+                raise SettingsError(
+                    f"{name}={value} is unknown: choose one of {', '.join(map(plain, choices))}."
+                )
         asked = str(self.thinking)
         if asked not in ("off", "on") and not (asked.isdecimal() and int(asked)):
             remedy = "choose off, on (both in quotes in YAML), or a number of tokens from 1"
@@ -487,7 +534,10 @@ class Settings:
             yield f"thinking={self.thinking} needs the chat template, which chat=none leaves out: set one of them."
         if self.thinks and self.generation.force_length:
             yield f"generation.force_length leaves out where a thought ends: leave thinking={self.thinking} out."
-        if not self.generation.temperature and (self.generation.top_k, self.generation.top_p) != (0, 1):
+        if not self.generation.temperature and (self.generation.top_k, self.generation.top_p) != (
+            0,
+            1,
+        ):
             yield "Greedy decoding ignores top_k and top_p: set generation.temperature above 0 as well."
         if self.generation.samples > 1 and not self.generation.temperature:
             yield (
@@ -499,7 +549,11 @@ class Settings:
         """Yield a sentence, with the remedy, for each combination of settings about conversations
         of several turns (history, store, overflow) that exclude each other."""
         store, overflow, stored = self.store, self.overflow, self.history == "store"
-        given = [f"store.{name}" for name, value in vars(StoreSettings()).items() if getattr(store, name) != value]
+        given = [
+            f"store.{name}"
+            for name, value in vars(StoreSettings()).items()
+            if getattr(store, name) != value
+        ]
         if given and not stored:
             yield f"history={self.history} has no store: set history=store, or leave {', '.join(given)} out."
         if stored and not any(store.capacities.values()):
@@ -542,7 +596,9 @@ class Settings:
         return None if self.budget_bytes is None else size("budget_bytes", self.budget_bytes)
 
 
-NESTED: Mapping[str, Any] = {name: kind for name, kind in get_type_hints(Settings).items() if is_dataclass(kind)}
+NESTED: Mapping[str, Any] = {
+    name: kind for name, kind in get_type_hints(Settings).items() if is_dataclass(kind)
+}
 
 
 def _entries() -> Iterator[tuple[str, Entry]]:
@@ -552,7 +608,10 @@ def _entries() -> Iterator[tuple[str, Entry]]:
         entry = entry_of(each.metadata)
         yield each.name, entry
         for inner in fields(NESTED[each.name]) if each.name in NESTED else ():
-            yield f"{each.name}.{inner.name}", replace(entry_of(inner.metadata), section=entry.section)
+            yield (
+                f"{each.name}.{inner.name}",
+                replace(entry_of(inner.metadata), section=entry.section),
+            )
 
 
 ENTRIES = dict(_entries())
@@ -571,7 +630,10 @@ def recorded_defaults(device: str = "cpu") -> dict[str, Any]:
     """Return the settings that a run folder records if nobody set any, as nested values: the
     defaults, with `graphs` and `prefill_chunk` resolved for `device`. A report asks for them with
     every run, so they are cached, and callers must not modify them."""
-    resolved = {"graphs": "on" if device.startswith("cuda") else "off", "prefill_chunk": usual_chunk(device)}
+    resolved = {
+        "graphs": "on" if device.startswith("cuda") else "off",
+        "prefill_chunk": usual_chunk(device),
+    }
     return asdict(Settings()) | resolved
 
 
@@ -589,7 +651,9 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
 
 def unknown_setting(key: str) -> str:
     """Return a sentence on a key that is no setting, with the nearest setting or parameter."""
-    own = [f"{group}.{name}" for group in GROUPS for entry in entries(group) for name in entry.values()]
+    own = [
+        f"{group}.{name}" for group in GROUPS for entry in entries(group) for name in entry.values()
+    ]
     owners = [name for name in own if name.endswith(f".{key}")]
     near = owners or get_close_matches(key, (*KEYS, *GROUPS, "experiment", *own), n=1, cutoff=0.5)
     end = f"did you mean {near[0]}?" if near else "`python -m harness --help` shows them all."
@@ -601,7 +665,13 @@ def settings_known_today(config: Mapping[str, Any]) -> Settings:
     defaults, and those that no longer exist are ignored."""
     values = {field.name: config[field.name] for field in fields(Settings) if field.name in config}
     nested = {
-        name: kind(**{field.name: values[name][field.name] for field in fields(kind) if field.name in values[name]})
+        name: kind(
+            **{
+                field.name: values[name][field.name]
+                for field in fields(kind)
+                if field.name in values[name]
+            }
+        )
         for name, kind in NESTED.items()
         if name in values
     }

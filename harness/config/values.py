@@ -49,7 +49,12 @@ class Range:
         )
 
     def __str__(self) -> str:
-        ends = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
+        ends = {
+            "at least": self.least,
+            "above": self.above,
+            "at most": self.most,
+            "below": self.below,
+        }
         named = " and ".join(f"{word} {end}" for word, end in ends.items() if end is not None)
         return f"{named}, {self.hint}" if self.hint else named
 
@@ -68,9 +73,15 @@ def check_values(section: Any, ranges: Mapping[str, Range], prefix: str = "") ->
         if is_dataclass(value):
             check_values(value, ranges, f"{key}.")
             continue
-        if str in (hint, *get_args(hint)) and int not in get_args(hint) and type(value) in (int, float):
-            setattr(section, name, value := str(value))  # a name of digits, which Hydra reads as a number
-        if isinstance(value, str) and not value.strip():  # a slip, as when a shell variable was not set
+        if (
+            str in (hint, *get_args(hint))
+            and int not in get_args(hint)
+            and type(value) in (int, float)
+        ):
+            # a name of digits, which Hydra reads as a number
+            setattr(section, name, value := str(value))
+        # a slip, as when a shell variable was not set
+        if isinstance(value, str) and not value.strip():
             raise SettingsError(f"{key} is empty: give it a value, or leave it out.")
         if not fits(value, hint):
             raise SettingsError(wrong_type(key, value, hint))
@@ -110,21 +121,40 @@ def backends_in_one_line(given: str | None) -> str | None:
     if given is None:
         return None
     try:
-        asked = orders(given) if _ORDERS.fullmatch(given) else yaml.safe_load(Path(given).expanduser().read_text())
+        asked = (
+            orders(given)
+            if _ORDERS.fullmatch(given)
+            else yaml.safe_load(Path(given).expanduser().read_text())
+        )
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SettingsError(
             f"backends={given} cannot be read ({str(error).splitlines()[0]}): name a yaml file."
         ) from error
-    if not fits(asked, dict) or not all(backends and fits(backends, list[str]) for backends in asked.values()):
-        raise SettingsError(f"backends={given} should name operations, each with a list: `top_k: [torch]`.")
+    if not fits(asked, dict) or not all(
+        backends and fits(backends, list[str]) for backends in asked.values()
+    ):
+        raise SettingsError(
+            f"backends={given} should name operations, each with a list: `top_k: [torch]`."
+        )
     known = {op.name: list(op.targets) for op in ops.ALL}
     for name, backends in asked.items():
         if name not in known:
-            raise SettingsError(f"backends: there is no operation {name!r}{suggestion(name, known)}")
+            raise SettingsError(
+                f"backends: there is no operation {name!r}{suggestion(name, known)}"
+            )
         if wrong := [backend for backend in backends if backend not in known[name]]:
-            raise SettingsError(f"backends: {name} has no backend {wrong[0]!r}: choose from {', '.join(known[name])}.")
-    changed = {name: backends for name, backends in asked.items() if known[name][: len(backends)] != backends}
-    return ";".join(f"{name}={','.join(backends)}" for name, backends in sorted(changed.items())) or None
+            raise SettingsError(
+                f"backends: {name} has no backend {wrong[0]!r}: choose from {', '.join(known[name])}."
+            )
+    changed = {
+        name: backends
+        for name, backends in asked.items()
+        if known[name][: len(backends)] != backends
+    }
+    return (
+        ";".join(f"{name}={','.join(backends)}" for name, backends in sorted(changed.items()))
+        or None
+    )
 
 
 def orders(line: str | None) -> Mapping[str, list[str]]:

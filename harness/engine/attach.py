@@ -55,7 +55,8 @@ from methods.tiers.tier import DEVICE, HOST
 from methods.tiers.transfer import shared_engine
 
 AnyCache = TypeVar("AnyCache", bound=KVCache)
-_Prepared = dict[tuple[object, ...], tuple[object, float]]  # by method, weights and the calibration text that it needs
+# by method, weights and the calibration text that it needs
+_Prepared = dict[tuple[object, ...], tuple[object, float]]
 _prepared: WeakKeyDictionary[PreTrainedModel, _Prepared] = WeakKeyDictionary()
 
 
@@ -66,17 +67,23 @@ class Attachment:
     In the block of `attached`, `cache` makes a cache for `model.generate` or a loop of your own;
     `Engine` (harness/engine/engine.py), the project's own loop, takes the attachment itself."""
 
-    def __init__(self, model: PreTrainedModel, method: Method, options: AttachOptions | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, method: Method, options: AttachOptions | None = None
+    ) -> None:
         refuse_other_than_method(method)
         if not isinstance(model, PreTrainedModel):
-            raise ValueError(f"model={model!r} is not a model: pass a loaded one, as from_pretrained returns it.")
+            raise ValueError(
+                f"model={model!r} is not a model: pass a loaded one, as from_pretrained returns it."
+            )
         self.model = model
         self.method = method
         self.options = options or AttachOptions()
         budget, placement = self.options.budget, self.options.placement
         if placement != DEVICE and not method.offloads:
             name = type(method).__name__
-            raise ValueError(f"{name} keeps nothing on the {placement}: use placement=device with it.")
+            raise ValueError(
+                f"{name} keeps nothing on the {placement}: use placement=device with it."
+            )
         given = budget if isinstance(budget, Budget) or budget is None else Budget(budget)
         if given is None:
             method.check(None)
@@ -112,7 +119,9 @@ class Attachment:
         rotate and scale, which may be replaced in place as well (`checksum`)."""
         ropes: list[Any] = [spec.rope for spec in self.model_specs]
         near_and_far = torch.tensor([1, 1000])
-        return checksum(self.model, [torch.cat(x.as_given(near_and_far)) * x.module.scaling for x in ropes])
+        return checksum(
+            self.model, [torch.cat(x.as_given(near_and_far)) * x.module.scaling for x in ropes]
+        )
 
     def check_model(self) -> None:
         """Raise `UnsupportedError` if weights of the model were replaced, converted or moved after
@@ -137,7 +146,9 @@ class Attachment:
             grows=grows,
         )
 
-    def start(self, kind: type[AnyCache], *, capacity: int, batch: int = 1, grows: bool = False) -> AnyCache:
+    def start(
+        self, kind: type[AnyCache], *, capacity: int, batch: int = 1, grows: bool = False
+    ) -> AnyCache:
         """Return a fresh cache of class `kind` for `batch` sequences of at most `capacity` tokens
         each (prompts and answers of all turns). `grows`: the capacity may be raised later."""
         for key, number in {"capacity": capacity, "batch": batch}.items():
@@ -146,7 +157,9 @@ class Attachment:
         check_length(self.method, self.model_specs, capacity)
         request = self.request(capacity=capacity, batch=batch, grows=grows)
         request = replace(request, reservation=self._reservation(request))
-        state = CacheState(request, checks=Checks(self._unchecked), engine=self.engine, ahead=self.ahead)
+        state = CacheState(
+            request, checks=Checks(self._unchecked), engine=self.engine, ahead=self.ahead
+        )
         cache = kind(start_layers(self.model_specs, state, self.method.start), state)
         cache.rotary = self.rotary
         cache.closes_early = request.placement != DEVICE or self.method.closes_early
@@ -160,17 +173,23 @@ class Attachment:
         is read whole is not repeated. Raise `ValueError` where every layer slides over fewer tokens
         than prompt and repetition have together."""
         tokens, budget, repeat = prompt.shape[1], self.budget, ability(self.method, Repeat)
-        if budget is None or all(self.method.reads_all(tokens, budget.tokens(tokens, x.index)) for x in self.specs):
+        if budget is None or all(
+            self.method.reads_all(tokens, budget.tokens(tokens, x.index)) for x in self.specs
+        ):
             return
         for ids, piece in (
-            () if repeat is None else repeat.pieces(prompt, self.options.repeat_prompts or RepeatPrompts())
+            ()
+            if repeat is None
+            else repeat.pieces(prompt, self.options.repeat_prompts or RepeatPrompts())
         ):
             check_length(self.method, self.model_specs, tokens + ids.shape[1])
             run(ids, Repeating(cache, piece))
 
     def _run(self, ids: Tensor, cache: KVCache) -> object:
         places = cache.positions(ids.shape[1], ids.device)
-        return self.model(ids, position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return self.model(
+            ids, position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
 
     def _reservation(self, request: Request) -> PinnedReservation | None:
         """Reserve pinned host memory for all keys and values that a cache may send there, so that
@@ -179,7 +198,8 @@ class Attachment:
         if self.engine.pinned_memory is None or request.placement != HOST or request.grows:
             return None
         away = []
-        for spec in self.specs:  # with a prompt that fills the cache, since no other sends more rows away
+        # with a prompt that fills the cache, since no other sends more rows away
+        for spec in self.specs:
             budget = Budget(1.0) if self.budget is None else self.budget
             case = LayerWorkload(
                 spec,
@@ -256,11 +276,18 @@ class Attachment:
         if type(self.method).prepare is Method.prepare:
             return None, 0.0
         text = calibration.numpy(force=True).tobytes() if calibration is not None else None
-        key = self.method, text if self.method.calibration_tokens else None, self.weights, self.model.device
+        key = (
+            self.method,
+            text if self.method.calibration_tokens else None,
+            self.weights,
+            self.model.device,
+        )
         known = _prepared.setdefault(self.model, {})
         if key not in known:
             before = perf_counter()
-            prepared = self.method.prepare(self.specs, observer(self.model, self.model_specs, calibration))
+            prepared = self.method.prepare(
+                self.specs, observer(self.model, self.model_specs, calibration)
+            )
             wait_for(self.model.device)
             known[key] = prepared, perf_counter() - before
         return known[key]
@@ -274,7 +301,10 @@ def attached(model: PreTrainedModel, method: Method, **options: Any) -> Iterator
     the block, whatever happens. The `Attachment` that it yields makes such caches and is what
     `Engine` runs. `options`: keywords as budget=0.2; `AttachOptions` explains them."""
     attachment = Attachment(model, method, AttachOptions(**options))
-    with routed(model, LoopCalls(attachment.cache_of_call, attachment.check_model)), closing(attachment):
+    with (
+        routed(model, LoopCalls(attachment.cache_of_call, attachment.check_model)),
+        closing(attachment),
+    ):
         yield attachment
     attachment.warn_of_unsealed()
     attachment.warn_of_fallbacks()
@@ -284,8 +314,15 @@ def _with_keywords_of(options: type, function: Callable[..., Any]) -> Signature:
     """Return the signature of `function` with the fields of `options` as keywords in place of
     `**options`, so that `help` and notebooks show them with their defaults."""
     whole = signature(function)
-    own = [parameter for parameter in whole.parameters.values() if parameter.kind != Parameter.VAR_KEYWORD]
-    keywords = [field.replace(kind=Parameter.KEYWORD_ONLY) for field in signature(options).parameters.values()]
+    own = [
+        parameter
+        for parameter in whole.parameters.values()
+        if parameter.kind != Parameter.VAR_KEYWORD
+    ]
+    keywords = [
+        field.replace(kind=Parameter.KEYWORD_ONLY)
+        for field in signature(options).parameters.values()
+    ]
     return whole.replace(parameters=[*own, *keywords])
 
 
@@ -326,7 +363,10 @@ def observer(
 
         def start(whole: Sequence[LayerSpec], cache: CacheState) -> Sequence[KVLayer]:
             watches.extend(_LastInput() for _ in whole)
-            return [Layer(spec, cache, Full(), watch) for spec, watch in zip(whole, watches, strict=True)]
+            return [
+                Layer(spec, cache, Full(), watch)
+                for spec, watch in zip(whole, watches, strict=True)
+            ]
 
         layers = start_layers(specs, state, start)
         ids = text[:, :tokens].to(model.device)

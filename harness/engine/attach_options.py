@@ -48,11 +48,15 @@ class AttachOptions:
         if self.capacity is not None:
             refuse_number("capacity", self.capacity, least=1)
         if self.placement not in TIERS:
-            raise ValueError(f"placement={self.placement!r} is unknown: choose one of {', '.join(TIERS)}.")
+            raise ValueError(
+                f"placement={self.placement!r} is unknown: choose one of {', '.join(TIERS)}."
+            )
         refuse_number("reuse_steps", self.reuse_steps, least=0)
         if self.disk is not None and not Path(self.disk).is_dir():
             folder = str(self.disk)
-            raise ValueError(f"disk={folder!r} is not a folder: make it, or leave disk out for a temporary one.")
+            raise ValueError(
+                f"disk={folder!r} is not a folder: make it, or leave disk out for a temporary one."
+            )
         if not isinstance(self.codec, Codec | None):
             named = str(self.codec)
             raise ValueError(

@@ -52,12 +52,15 @@ class KVCache(Cache):
     `seal` after the prompt, and `open_turn` before a further turn."""
 
     layers: list[KVLayer]  # type: ignore[assignment]
-    step_inputs: StepInputs | None = None  # of a step that other sequences can use (kernels/step_inputs.py)
+    # of a step that other sequences can use (kernels/step_inputs.py)
+    step_inputs: StepInputs | None = None
     free = 0  # free slots of such a step
     closes_early = False  # a layer closes as soon as the prompt is complete in it
-    rotary: TextRotary | None = None  # rotates the text by its length; None if all texts are rotated alike
+    # rotates the text by its length; None if all texts are rotated alike
+    rotary: TextRotary | None = None
     recomputed = 0  # how often the text was computed again because it outgrew its rotation
-    before_seal: BeforeSeal | None = None  # what an ability does with the first prompt when it is complete
+    # what an ability does with the first prompt when it is complete
+    before_seal: BeforeSeal | None = None
 
     def __init__(self, layers: Sequence[KVLayer], state: CacheState) -> None:
         """`state`: what all layers share, such as the request and the counts of steps and traffic;
@@ -67,8 +70,10 @@ class KVCache(Cache):
         self.sealed = False
         self.num_tokens = 0
         self._further = False  # a turn has been sealed, here or where the contents come from
-        self.sealed_tokens = 0  # tokens of all prompts and the answers between them when it was last sealed
-        self.watch: Any = None  # the `Fidelity` that compares steps with exact attention, if there is one
+        # tokens of all prompts and the answers between them when it was last sealed
+        self.sealed_tokens = 0
+        # the `Fidelity` that compares steps with exact attention, if there is one
+        self.watch: Any = None
         self._awaited: dict[int, State] = {}  # layers whose states are still to come
         self._closed: set[int] = set()  # layers that have sealed ahead of the others
         self.closed_s = 0.0  # seconds that these took
@@ -301,12 +306,24 @@ class KVCache(Cache):
         """Raise an error unless the prompt positions are valid that a layer says its last step has
         read."""
         spec, request = layer.spec, layer.request
-        heads = {"read_positions": [spec.num_kv_heads], "selected_positions": [spec.num_kv_heads, spec.num_heads]}
+        heads = {
+            "read_positions": [spec.num_kv_heads],
+            "selected_positions": [spec.num_kv_heads, spec.num_heads],
+        }
         for name, counts in heads.items():
             if (positions := getattr(layer, name)()) is not None:
-                whose, tokens = f"In layer {spec.index}, {type(layer).__name__}.{name} returned", self.sealed_tokens
+                whose = f"In layer {spec.index}, {type(layer).__name__}.{name} returned"
+                tokens = self.sealed_tokens
                 batch, device = request.batch, request.device
-                check_rows(positions, whose, batch=batch, heads=counts, tokens=tokens, device=device, gaps=True)
+                check_rows(
+                    positions,
+                    whose,
+                    batch=batch,
+                    heads=counts,
+                    tokens=tokens,
+                    device=device,
+                    gaps=True,
+                )
 
     def expect(self, sequences: int, tokens: int) -> None:
         """Begin a forward that brings `tokens` tokens. Raises `RoomError` if more arrives than the
@@ -374,7 +391,9 @@ class KVCache(Cache):
         return [False] * len(self.layers)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        raise UnsupportedError("Beam search reorders the cache, which KV methods cannot follow: use num_beams=1.")
+        raise UnsupportedError(
+            "Beam search reorders the cache, which KV methods cannot follow: use num_beams=1."
+        )
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         raise UnsupportedError(

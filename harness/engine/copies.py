@@ -22,7 +22,8 @@ from methods.tiers.transfer import TransferEngine
 _SHARED = (LayerSpec, Request, Method, TransferEngine, Checks, Place, nn.Module)
 
 
-@torch.inference_mode(mode=False)  # copies of tensors could not be written to outside of inference mode
+# copies of tensors could not be written to outside of inference mode
+@torch.inference_mode(mode=False)
 def copied_into(fresh: Any, cache: Any, memo: dict[int, Any]) -> None:
     """Give `fresh`, a cache without attributes, a copy of all that `cache` holds. Rows that are on
     their way are waited for. `memo`: that of `copy.deepcopy`."""

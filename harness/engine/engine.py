@@ -70,7 +70,9 @@ class Engine:
         self.model = attachment.model
         self.graphs, self.kept = graphs, KeptSteps()
         self.forward, self.plain_reason = by_blocks(self.model)
-        self.prefill_chunk = prefill_chunk or usual_chunk(self.model.device.type, attachment.method.dense_prefill)
+        self.prefill_chunk = prefill_chunk or usual_chunk(
+            self.model.device.type, attachment.method.dense_prefill
+        )
         self.fidelity = fidelity
 
     def generate(
@@ -100,7 +102,11 @@ class Engine:
         return generation
 
     def not_finite(
-        self, prompt: Tensor, answers: Sequence[Sequence[int]], token: int, context_tokens: int | None = None
+        self,
+        prompt: Tensor,
+        answers: Sequence[Sequence[int]],
+        token: int,
+        context_tokens: int | None = None,
     ) -> NotFiniteError:
         """Return the error for prompts [B S] in whose `answers` the logits of `token`, counted from
         0, are the first that are not finite. It names the first part of the model that gives such
@@ -113,22 +119,37 @@ class Engine:
         first: list[tuple[str, nn.Module]] = []
         with ExitStack() as hooks:
             for place, module in _places(self.model):
-                hooks.callback(module.register_forward_hook(partial(_note_not_finite, first, place)).remove)
+                hooks.callback(
+                    module.register_forward_hook(partial(_note_not_finite, first, place)).remove
+                )
             batch = RunningBatch(by_modules)
             asked = by_modules.join(
-                batch, prompt, max_new_tokens=tokens, context_tokens=context_tokens, sampler=Forced(fed)
+                batch,
+                prompt,
+                max_new_tokens=tokens,
+                context_tokens=context_tokens,
+                sampler=Forced(fed),
             )
             _to_the_end(batch, asked)
         fault = f"The logits of the answer's first {tokens} tokens are not all finite"
         if not first:
-            return NotFiniteError(f"{fault}, but those of the model's own modules are: set backends=torch.")
-        dtype = next(short for short, name in DTYPES.items() if self.model.dtype == getattr(torch, name))
+            return NotFiniteError(
+                f"{fault}, but those of the model's own modules are: set backends=torch."
+            )
+        dtype = next(
+            short for short, name in DTYPES.items() if self.model.dtype == getattr(torch, name)
+        )
         place, module = first[0]
         fault += f": {place} is the first part of the model whose output is not finite, in {dtype}"
         for name, weight in module.named_parameters():
             if not bool(weight.isfinite().all()):
-                return NotFiniteError(f"{fault}, and neither is its {name}: fetch or convert the model again.")
-        wider = {"fp16": "Try dtype=bf16 or dtype=fp32, and run", "bf16": "Try dtype=fp32, and run"}.get(dtype, "Run")
+                return NotFiniteError(
+                    f"{fault}, and neither is its {name}: fetch or convert the model again."
+                )
+        wider = {
+            "fp16": "Try dtype=bf16 or dtype=fp32, and run",
+            "bf16": "Try dtype=fp32, and run",
+        }.get(dtype, "Run")
         method = type(self.attachment.method).__name__
         return NotFiniteError(f"{fault}. {wider} method=full to see whether {method} is at fault.")
 
@@ -146,14 +167,20 @@ class Engine:
         `generate`."""
         _check(prompt, max_new_tokens, context_tokens)
         prompt = prompt.to(self.model.device)
-        context, question = prompt.tensor_split([prompt.shape[1] if context_tokens is None else context_tokens], dim=1)
+        context, question = prompt.tensor_split(
+            [prompt.shape[1] if context_tokens is None else context_tokens], dim=1
+        )
         cache = self.cache(prompt, max_new_tokens)
         wait_for(self.model.device)
         began = perf_counter()
         logits = self.prefill(cache, context, whole=True)
-        return batch.join(cache, logits, question, began=began, max_new_tokens=max_new_tokens, **ending)
+        return batch.join(
+            cache, logits, question, began=began, max_new_tokens=max_new_tokens, **ending
+        )
 
-    def cache(self, prompt: Tensor, max_new_tokens: int, shared: Sequence[KVLayer] | None = None) -> KVCache:
+    def cache(
+        self, prompt: Tensor, max_new_tokens: int, shared: Sequence[KVLayer] | None = None
+    ) -> KVCache:
         """Return a fresh cache for `prompt` [B S] and an answer of `max_new_tokens`. `shared`:
         layers with full attention that hold the prompt already; the comparison with exact attention
         (`Fidelity`), if the engine makes one, uses them and does not store the prompt itself."""
@@ -163,7 +190,9 @@ class Engine:
         if isinstance(cache.before_seal, SecondReading):
             cache.before_seal.run = self.run
         if self.fidelity:
-            cache.watch = Fidelity(self.attachment.model_specs, cache.state.request, self.fidelity, shared)
+            cache.watch = Fidelity(
+                self.attachment.model_specs, cache.state.request, self.fidelity, shared
+            )
         return cache
 
     @torch.inference_mode()
@@ -219,7 +248,9 @@ class Engine:
         if self.forward is not None:
             return self.forward(ids, cache)
         places = cache.positions(ids.shape[1], ids.device)
-        output = self.model(ids, position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = self.model(
+            ids, position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
         logits: Tensor = output.logits[:, -1]
         return logits
 
@@ -237,7 +268,9 @@ class Engine:
     def joined(self, caches: Sequence[KVCache]) -> KVCache:
         """Return the cache with which `caches` take a step together. If steps are captured, it is
         one of a fixed size, so that other sequences can use the captured step."""
-        refused = self.traced or next((why for cache in caches if (why := capture_refusal(self.forward, cache))), None)
+        refused = self.traced or next(
+            (why for cache in caches if (why := capture_refusal(self.forward, cache))), None
+        )
         sized = self.graphs is not None and refused is None
         if len(caches) == 1 and not sized:
             return caches[0]
@@ -311,7 +344,8 @@ def _places(model: Any) -> list[tuple[str, nn.Module]]:
     """Return the parts of a model with their names, in the order in which they run."""
     decoder = model.get_decoder()
     layers = [(f"layer {number}", layer) for number, layer in enumerate(decoder.layers)]
-    norm = getattr(decoder, "norm", None)  # some classes call it otherwise; the output layer then stands for it
+    # some classes call it otherwise; the output layer then stands for it
+    norm = getattr(decoder, "norm", None)
     ends = [("the last norm", norm)] if norm is not None else []
     return [
         ("the embedding", model.get_input_embeddings()),
@@ -322,7 +356,11 @@ def _places(model: Any) -> list[tuple[str, nn.Module]]:
 
 
 def _note_not_finite(
-    first: list[tuple[str, nn.Module]], place: str, module: nn.Module, arguments: tuple[Any, ...], output: Any
+    first: list[tuple[str, nn.Module]],
+    place: str,
+    module: nn.Module,
+    arguments: tuple[Any, ...],
+    output: Any,
 ) -> None:
     """Put a module in `first`, which is empty until then, if its output holds NaN or infinity."""
     states = output[0] if isinstance(output, tuple) else output
@@ -331,13 +369,20 @@ def _note_not_finite(
 
 
 def _check(prompt: object, max_new_tokens: int, context_tokens: int | None) -> None:
-    if not isinstance(prompt, Tensor) or prompt.dim() != 2 or not prompt.numel() or prompt.is_floating_point():
+    if (
+        not isinstance(prompt, Tensor)
+        or prompt.dim() != 2
+        or not prompt.numel()
+        or prompt.is_floating_point()
+    ):
         raise ValueError(
             "prompt should be token ids [B S] with at least one token, as in "
             "`tokenizer(text, return_tensors='pt').input_ids`."
         )
     if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens} should be at least 1: a prompt ends in a token.")
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens} should be at least 1: a prompt ends in a token."
+        )
     if context_tokens is not None and not 0 < context_tokens <= prompt.shape[1]:
         raise ValueError(
             f"context_tokens={context_tokens} should be from 1 to the prompt's {prompt.shape[1]}: as many are sealed."

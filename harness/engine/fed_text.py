@@ -12,7 +12,8 @@ class FedText:
     def __init__(self) -> None:
         self.parts: list[Tensor] = []  # [B T] each
         self.prompt_tokens = 0  # length of the whole text up to the answer
-        self.stages: set[int] = set()  # stages of rotation of the tokens so far (`TextRotary.stage`)
+        # stages of rotation of the tokens so far (`TextRotary.stage`)
+        self.stages: set[int] = set()
 
     @property
     def known(self) -> int:

@@ -37,7 +37,9 @@ def reference_layers(specs: Sequence[LayerSpec], state: CacheState) -> list[KVLa
     prompt. `Fidelity`, which measures how far a method's steps are from exact attention, takes the
     exact result from them; caches with the same prompt share them. `specs`: those of all layers of
     the model."""
-    return start_layers(specs, state, lambda whole, cache: [Layer(spec, cache, Full()) for spec in whole])
+    return start_layers(
+        specs, state, lambda whole, cache: [Layer(spec, cache, Full()) for spec in whole]
+    )
 
 
 class Fidelity:
@@ -47,7 +49,11 @@ class Fidelity:
     under every method and are left out."""
 
     def __init__(
-        self, specs: Sequence[LayerSpec], request: Request, every: int, prompt: Sequence[KVLayer] | None = None
+        self,
+        specs: Sequence[LayerSpec],
+        request: Request,
+        every: int,
+        prompt: Sequence[KVLayer] | None = None,
     ) -> None:
         """`specs`: those of all layers of the model. `every`: only every n-th decode step is
         measured. `prompt`: layers with full attention that hold the prompt already
@@ -59,7 +65,9 @@ class Fidelity:
         self.whole = [layer for layer in self.prompt if isinstance(layer, Layer)]
         own = [layer.spec for layer in self.whole]
         self.since = [KVStore(spec, self.state, request.capacity) for spec in own]
-        self.sums = {name: torch.zeros(len(own), request.batch, specs[0].num_kv_heads) for name in MEASURES}
+        self.sums = {
+            name: torch.zeros(len(own), request.batch, specs[0].num_kv_heads) for name in MEASURES
+        }
         self.measured = 0
         self.fed: list[Tensor] = []  # [B 1] each, the decoded tokens
         self.logits: list[Tensor] = []  # [B V] each
@@ -111,9 +119,14 @@ class Fidelity:
         read = layer.selected_positions()
         kept = layer.generated_positions()
         if read is None and kept is None:
-            return {"recall": torch.ones_like(error), "mass": torch.ones_like(error), "error": error}
+            return {
+                "recall": torch.ones_like(error),
+                "mass": torch.ones_like(error),
+                "error": error,
+            }
         heads = next(x.shape[1] for x in (read, kept) if x is not None)
-        own = weights.view(len(weights), heads, -1, weights.shape[3]).mean(2)  # [B G|H N], mean of heads that share
+        # [B G|H N], mean of heads that share
+        own = weights.view(len(weights), heads, -1, weights.shape[3]).mean(2)
         if spec.sink_logits is not None:  # the tokens' shares of what the sink leaves
             own = own / own.sum(-1, keepdim=True)
         before, after = own.split([prompt.length, since.length], -1)
@@ -136,7 +149,9 @@ class Fidelity:
         cache.num_tokens = sealed
         parts = list[Tensor]()
         try:
-            for length, steps in groupby(zip(self.lengths, self.fed, strict=True), key=itemgetter(0)):
+            for length, steps in groupby(
+                zip(self.lengths, self.fed, strict=True), key=itemgetter(0)
+            ):
                 ids = torch.cat([fed for _, fed in steps], 1)
                 cache.fed.prompt_tokens = length
                 out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=ids.shape[1])
@@ -149,7 +164,9 @@ class Fidelity:
         exact = full.log_softmax(-1)
         return (exact.exp() * (exact - ours)).sum(-1), full.argmax(-1)
 
-    def report(self, model: nn.Module, place: int, tokens: Sequence[int], compare: bool) -> dict[str, Any] | None:
+    def report(
+        self, model: nn.Module, place: int, tokens: Sequence[int], compare: bool
+    ) -> dict[str, Any] | None:
         """Return the fidelity of sequence number `place` of the batch as it is written to the run's
         records: recall, mass and error (explained in this module) as means over the measured steps;
         None if no step was measured. `tokens`: its answer.
@@ -162,11 +179,15 @@ class Fidelity:
         for name, total in self.sums.items():
             heads = total[:, place] / self.measured  # [L G]
             record[name] = round(heads.mean().item(), 6)
-            record[f"{name}_per_head"] = [[round(one, 4) for one in layer] for layer in heads.tolist()]
+            record[f"{name}_per_head"] = [
+                [round(one, 4) for one in layer] for layer in heads.tolist()
+            ]
         if compare:
             kl, choices = self.against_full(model)
-            tokens = tokens[-len(self.fed) - 1 :]  # a text that was computed again is watched from there on
-            asked = len(self.fed) - (len(tokens) - 1)  # forwards of the question, whose outputs were no tokens
+            # a text that was computed again is watched from there on
+            tokens = tokens[-len(self.fed) - 1 :]
+            # forwards of the question, whose outputs were no tokens
+            asked = len(self.fed) - (len(tokens) - 1)
             mine = list(tokens)[1:]
             theirs = choices[place, asked:].tolist()
             differ = [i for i, (a, b) in enumerate(zip(mine, theirs, strict=False), 1) if a != b]
@@ -195,5 +216,6 @@ def _of_the_prompt(weights: Tensor, read: Tensor | None) -> tuple[Tensor, Tensor
 def _marked(places: Tensor, like: Tensor) -> Tensor:
     """Return a tensor of the shape of `like` [B heads N] with 1 at the indices `places` [B heads K]
     of its last axis and 0 elsewhere. An index of -1 marks nothing."""
-    spare = like.new_zeros(*like.shape[:2], like.shape[2] + 1)  # one after the last, for the padding of uneven reads
+    # one after the last, for the padding of uneven reads
+    spare = like.new_zeros(*like.shape[:2], like.shape[2] + 1)
     return spare.scatter_(-1, places % spare.shape[2], 1.0)[..., :-1]

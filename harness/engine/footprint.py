@@ -46,13 +46,18 @@ def footprint(layers: Sequence[KVLayer]) -> dict[str, int]:
             else:
                 storage = held.untyped_storage()
                 known, _ = sizes.get(storage.data_ptr(), (tier, 0))
-                sizes[storage.data_ptr()] = (max(known, tier, key=list(TIERS).index), storage.nbytes())
+                sizes[storage.data_ptr()] = (
+                    max(known, tier, key=list(TIERS).index),
+                    storage.nbytes(),
+                )
     totals = dict.fromkeys(TIERS, 0)
     for tier, size in sizes.values():
         totals[tier] += size
     by_address = {place: size for place, (_, size) in sizes.items() if isinstance(place, int)}
     reservations = {
-        id(reservation): reservation for layer in layers if (reservation := layer.request.reservation) is not None
+        id(reservation): reservation
+        for layer in layers
+        if (reservation := layer.request.reservation) is not None
     }
     totals[HOST] += sum(reservation.spare(by_address) for reservation in reservations.values())
     return totals
@@ -112,7 +117,9 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
     base classes."""
     yield from getattr(value, "__dict__", {}).items()
     for cls in type(value).__mro__:
-        for name in [name for name, member in vars(cls).items() if isinstance(member, MemberDescriptorType)]:
+        for name in [
+            name for name, member in vars(cls).items() if isinstance(member, MemberDescriptorType)
+        ]:
             with suppress(AttributeError):  # never set
                 yield name, vars(cls)[name].__get__(value)
 

@@ -32,7 +32,8 @@ from kernels.block import DecoderBlock, Head, Linear
 from kernels.step_inputs import note_kind
 from methods.base import AttnInput, NextRow
 
-Stream = Tensor | tuple[Tensor, Tensor]  # states between layers, either summed or as the two parts of the sum
+# states between layers, either summed or as the two parts of the sum
+Stream = Tensor | tuple[Tensor, Tensor]
 BY_BLOCKS = [name for name, known in ARCHITECTURES.items() if known.by_blocks]
 
 
@@ -56,20 +57,27 @@ class BlockForward:
         self.blocks = [_block(layer, neighbours) for layer in self.decoder.layers]
         self.rotate = [rotates(module) for module in attention_modules(model)]
         if self.decoder.embed_tokens.weight.is_cuda:
-            join_weights(self.decoder.layers)  # only now, because `_block` has refused quantised modules
+            # only now, because `_block` has refused quantised modules
+            join_weights(self.decoder.layers)
             self.blocks = [_block(layer, neighbours) for layer in self.decoder.layers]
-        self.stores = self.decoder.embed_tokens.weight.is_cuda  # decode steps write k and v directly to the store
+        # decode steps write k and v directly to the store
+        self.stores = self.decoder.embed_tokens.weight.is_cuda
         norm = self.decoder.norm
-        self.head = Head(norm.variance_epsilon, norm.weight.detach(), _linear(model.get_output_embeddings()))
+        self.head = Head(
+            norm.variance_epsilon, norm.weight.detach(), _linear(model.get_output_embeddings())
+        )
         self.embedding: Tensor = self.decoder.embed_tokens.weight.detach()
         self._places = [(weight, weight.data_ptr()) for weight in model.parameters()]
-        self._table: Tensor | None = None  # cos and sin [2 C R] of all positions of the model's window
+        # cos and sin [2 C R] of all positions of the model's window
+        self._table: Tensor | None = None
         self._may_table = self.rotary is None  # until it is known whether there is a table
 
     def __call__(self, ids: Tensor, cache: KVCache) -> Tensor:
         return self.prefill([ids], cache)
 
-    def prefill(self, chunks: Sequence[Tensor], cache: KVCache, complete: Callable[[int], None] = nothing) -> Tensor:
+    def prefill(
+        self, chunks: Sequence[Tensor], cache: KVCache, complete: Callable[[int], None] = nothing
+    ) -> Tensor:
         """Compute consecutive chunks [B T] of a prompt. Return the logits of the last token [B V].
 
         `complete(layer)` is called when the last chunk has passed that layer."""
@@ -82,7 +90,8 @@ class BlockForward:
             cache.expect(len(chunks[0]), sum(ids.shape[1] for ids in chunks))
         inputs = [embedding(ids, self.embedding) for ids in chunks]
         rotations = self._rotations(inputs, cache)
-        turning = rotations if not all(self.rotate) else []  # in a model with other layers, which turn by 0
+        # in a model with other layers, which turn by 0
+        turning = rotations if not all(self.rotate) else []
         still = [(at, torch.ones_like(cos), torch.zeros_like(sin)) for at, cos, sin in turning]
         states = deque[Stream](inputs)  # the output of each layer is the input of the next
         del inputs
@@ -102,9 +111,13 @@ class BlockForward:
         if self._may_table:
             self._may_table = False
             if window := trained_window(self.decoder.config):
-                self._table = rotation_table(self.decoder.rotary_emb, window, self.embedding[:1].unsqueeze(0))
+                self._table = rotation_table(
+                    self.decoder.rotary_emb, window, self.embedding[:1].unsqueeze(0)
+                )
 
-    def _rotations(self, states: Sequence[Tensor], cache: KVCache) -> list[tuple[int, Tensor, Tensor]]:
+    def _rotations(
+        self, states: Sequence[Tensor], cache: KVCache
+    ) -> list[tuple[int, Tensor, Tensor]]:
         """Return, for each chunk, the position of its first token, and cos and sin of all its
         tokens."""
         sizes = [x.shape[1] for x in states]
@@ -122,7 +135,9 @@ class BlockForward:
         lengths = cache.text_lengths(sum(sizes))
         return [(start, *self.rotary.of_texts(x, at, lengths)) for start, x, at in chunks]
 
-    def _layer(self, index: int, x: Stream, cos: Tensor, sin: Tensor, cache: KVCache, start: int) -> Stream:
+    def _layer(
+        self, index: int, x: Stream, cos: Tensor, sin: Tensor, cache: KVCache, start: int
+    ) -> Stream:
         """Compute decoder layer `index`, x [B T hidden] -> [B T hidden]. The last layer returns
         [B 1 hidden], as only the last token's logits are needed. `start`: position of the first of
         the T tokens."""
@@ -136,14 +151,23 @@ class BlockForward:
         output: Tensor = ops.block_output(x, attended, self.blocks[index])
         return output
 
-    def _attended(self, index: int, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, start: int) -> Tensor:
+    def _attended(
+        self, index: int, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, start: int
+    ) -> Tensor:
         """Return attention [B H T D]. It is a function of its own so that only its result is alive
         while the MLP runs."""
         normed, q, k, v = ops.attention_inputs(x, self.blocks[index], cos, sin)
         return cache.attend(index, AttnInput(q, k, v, cos, sin, normed, start))
 
     def _stored_layer(
-        self, index: int, x: Stream, cos: Tensor, sin: Tensor, cache: KVCache, start: int, next_row: NextRow
+        self,
+        index: int,
+        x: Stream,
+        cos: Tensor,
+        sin: Tensor,
+        cache: KVCache,
+        start: int,
+        next_row: NextRow,
     ) -> Stream:
         """Compute decoder layer `index` for one token, whose k and v are written directly to where
         the cache stores them, `next_row`. The output is two parts, whose sum the next layer
@@ -173,7 +197,9 @@ def _check(model: PreTrainedModel, decoder: nn.Module) -> None:
     if known is not None and known.unlike:
         raise ForwardError(f"{known.unlike}.")
     if type(model).__name__ not in BY_BLOCKS:
-        raise ForwardError(f"{type(model).__name__} is not one of {', '.join(BY_BLOCKS)} of transformers.")
+        raise ForwardError(
+            f"{type(model).__name__} is not one of {', '.join(BY_BLOCKS)} of transformers."
+        )
     if channel_pairing(model).angles is not Angles.TWICE:
         raise ForwardError("its cos and sin have another form than those of Llama.")
     if model.config.hidden_act != "silu":
@@ -188,7 +214,9 @@ def _check(model: PreTrainedModel, decoder: nn.Module) -> None:
                 f"{path or 'it'} is a {kind.__name__}, which is not from transformers (an adapter? quantised weights?)."
             )
         if "forward" in vars(module):
-            raise ForwardError(f"the forward of {path or 'the model'} was replaced, and would not be called.")
+            raise ForwardError(
+                f"the forward of {path or 'the model'} was replaced, and would not be called."
+            )
         if module not in routed and (module._forward_hooks or module._forward_pre_hooks):
             raise ForwardError(f"a hook is registered on {path}, which would not be called.")
 
@@ -228,7 +256,9 @@ def _block(layer: Any, neighbours: bool) -> DecoderBlock:
 
 def _linear(module: nn.Module) -> Linear:
     if type(module) is not nn.Linear:
-        raise ForwardError(f"{type(module).__name__} stands where nn.Linear was expected (quantised?).")
+        raise ForwardError(
+            f"{type(module).__name__} stands where nn.Linear was expected (quantised?)."
+        )
     # detached: the storage lives as long as the block, whose addresses a backend may keep
     return Linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
 
@@ -262,7 +292,8 @@ def join_weights(layers: Iterable[Any]) -> None:
                 joined = _join([getattr(module, name) for module in modules])
                 moved = moved or joined
         if moved and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # torch keeps the old weights' memory, which is too small for the next joint ones
+            # torch keeps the old weights' memory, which is too small for the next joint ones
+            torch.cuda.empty_cache()
 
 
 def _join(parts: Sequence[nn.Parameter | None]) -> bool:

@@ -65,7 +65,8 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pool: Any = None
-        self._stream: Any = None  # on this device; torch's own capture stream is on the device that was current first
+        # on this device; torch's own capture stream is on the device that was current first
+        self._stream: Any = None
         self._anchor: Any = None
 
     def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
@@ -78,7 +79,8 @@ class CudaGraphs:
         return graph.replay, result
 
     def drop(self, replay: Any) -> None:
-        replay.__self__.reset()  # not during a capture, since torch drops the stream's cuBLAS workspace with a graph
+        # not during a capture, since torch drops the stream's cuBLAS workspace with a graph
+        replay.__self__.reset()
 
     def _captured(self, step: Callable[[], Tensor]) -> tuple[Any, Tensor]:
         """Capture `step`, but not by `torch.cuda.graph`, which empties the caches of device and
@@ -95,7 +97,8 @@ class CudaGraphs:
                 finally:
                     graph.capture_end()
         finally:
-            torch.cuda.set_stream(current)  # if the end of the capture fails, torch stays on the capture's stream
+            # if the end of the capture fails, torch stays on the capture's stream
+            torch.cuda.set_stream(current)
         return graph, result
 
 
@@ -143,7 +146,11 @@ class KeptSteps:
         form, inputs = cache.form, cache.step_inputs
         assert inputs is not None
         for at, step in enumerate(self._steps):
-            if step.form == form and step.step_inputs.kinds == inputs.kinds and step.step_inputs.take_over(inputs):
+            if (
+                step.form == form
+                and step.step_inputs.kinds == inputs.kinds
+                and step.step_inputs.take_over(inputs)
+            ):
                 return self._steps.pop(at)
         return None
 
@@ -170,7 +177,11 @@ class CapturedStep:
     picked: Tensor
 
     def __init__(
-        self, forward: BlockForward, cache: KVCache, graphs: StepCapture, kept: KeptSteps | None = None
+        self,
+        forward: BlockForward,
+        cache: KVCache,
+        graphs: StepCapture,
+        kept: KeptSteps | None = None,
     ) -> None:
         """`kept`: captured steps of the engine that may serve this cache."""
         self.forward, self.cache, self.graphs, self.kept = forward, cache, graphs, kept
@@ -180,8 +191,10 @@ class CapturedStep:
         self._replay: Callable[[], Any] | None = None
         self._logits: Tensor
         self._kept: KeptStep | None = None  # the step that other sequences may use after these
-        self._after: Callable[[], None] | None = None  # updates Python objects after the first replay
-        self._moved: list[tuple[CacheState, Traffic]] = []  # traffic of each replay, where it is always the same
+        # updates Python objects after the first replay
+        self._after: Callable[[], None] | None = None
+        # traffic of each replay, where it is always the same
+        self._moved: list[tuple[CacheState, Traffic]] = []
 
     def __call__(self, token: Tensor) -> Tensor:
         rows = len(token)
@@ -224,7 +237,11 @@ class CapturedStep:
         for counters in self._counters:
             counters.start()
         self.forward.make_table()
-        with recording_inputs(self.cache.step_inputs) if self.cache.step_inputs is not None else nullcontext():
+        with (
+            recording_inputs(self.cache.step_inputs)
+            if self.cache.step_inputs is not None
+            else nullcontext()
+        ):
             logits = self._step().clone()
         wait_for(token.device)
         began = perf_counter()
@@ -241,7 +258,10 @@ class CapturedStep:
             return False
         if (kept := self.kept.take(cache)) is None:
             return False
-        self._picked, self._logits, self._replay, self._kept = kept.picked, kept.logits, kept.replay, kept
+        self._picked = kept.picked
+        self._logits = kept.logits
+        self._replay = kept.replay
+        self._kept = kept
         cache.take_joined(kept.joined)
 
         def after() -> None:
@@ -263,17 +283,23 @@ class CapturedStep:
             replay, self._logits = self.graphs.capture(self._step)
             for counters in counting:
                 counters.capturing = False
-            self._moved = [(state, state.traffic.less(was)) for state, was in zip(states, counted, strict=True)]
+            self._moved = [
+                (state, state.traffic.less(was)) for state, was in zip(states, counted, strict=True)
+            ]
             self._replay, self._after = replay, SavedState(self.cache).since(before).restore
             self._kept = self._for_others(replay, held)
         except torch.OutOfMemoryError:
             raise  # it has advice of its own
         except Exception as error:
-            raise CaptureBroke(f"Capturing a decode step failed ({_first_cause(error)}): set graphs=off.") from error
+            raise CaptureBroke(
+                f"Capturing a decode step failed ({_first_cause(error)}): set graphs=off."
+            ) from error
         finally:
             before.restore()  # the step has not run
 
-    def _for_others(self, replay: Callable[[], Any], before: Sequence[Mapping[str, Any]]) -> KeptStep | None:
+    def _for_others(
+        self, replay: Callable[[], Any], before: Sequence[Mapping[str, Any]]
+    ) -> KeptStep | None:
         """Return the captured step in a form that other sequences can use; None if it reads memory
         of its own sequences that no recorded input (`step_inputs`) names. `before`: for each policy
         (a method's rule in a layer), its attributes before the capture, of which the step has

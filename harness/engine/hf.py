@@ -29,8 +29,10 @@ from harness.models.devices import current
 from methods.base import AttnInput, LayerSpec
 
 NAME = "kv_harness"
-PrepareCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], dict[str, Any]]  # a call -> its keywords
-_TRIED: WeakKeyDictionary[nn.Module, LayerTrial] = WeakKeyDictionary()  # attention modules of classes not listed
+# a call -> its keywords
+PrepareCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], dict[str, Any]]
+# attention modules of classes not listed
+_TRIED: WeakKeyDictionary[nn.Module, LayerTrial] = WeakKeyDictionary()
 
 
 class _Call(NamedTuple):
@@ -67,9 +69,13 @@ def _attention(
     named = sorted(name for name, given in unknown.items() if given is not None)
     named += ["output_attentions"] * bool(output_attentions)
     if named:
-        raise UnsupportedError(f"{type(module).__name__} passes {', '.join(named)}, which this engine would ignore.")
+        raise UnsupportedError(
+            f"{type(module).__name__} passes {', '.join(named)}, which this engine would ignore."
+        )
     if attention_mask is not None:
-        raise UnsupportedError("A custom attention mask was given: only plain causal attention is supported.")
+        raise UnsupportedError(
+            "A custom attention mask was given: only plain causal attention is supported."
+        )
     if dropout:
         raise UnsupportedError("Attention dropout is on: call model.eval() first.")
     assert kv_call is not None
@@ -77,7 +83,11 @@ def _attention(
     place = module.layer_idx
     assert isinstance(place, int)
     spec = cache.layers[place].spec
-    if sliding_window is not None and sliding_window < cache.capacity and sliding_window != spec.window:
+    if (
+        sliding_window is not None
+        and sliding_window < cache.capacity
+        and sliding_window != spec.window
+    ):
         raise UnsupportedError(
             f"{type(module).__name__} slides over {sliding_window} tokens, which its config does not say of this "
             "layer: this engine would attend to all."
@@ -88,11 +98,14 @@ def _attention(
             "by which this engine would scale them."
         )
     if (s_aux is None) != (spec.sink_logits is None):
-        raise UnsupportedError(f"{type(module).__name__} passes s_aux, which this engine would ignore.")
+        raise UnsupportedError(
+            f"{type(module).__name__} passes s_aux, which this engine would ignore."
+        )
     query, key = map(kv_call.pairing.in_halves, (query, key))
     x = AttnInput(query, key, value, *kv_call.rotation, kv_call.hidden, cache.num_tokens)
     with current(query.device):
-        return cache.attend(place, x).transpose(1, 2).contiguous(), None  # some models view it in another shape
+        # some models view it in another shape
+        return cache.attend(place, x).transpose(1, 2).contiguous(), None
 
 
 def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
@@ -135,7 +148,9 @@ class _Forwards:
         self.prepare, self.rotary = prepare, rotary
         self._gradients = torch.is_grad_enabled()
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         self._gradients = torch.is_grad_enabled()
         if self.prepare is not None:
             args, kwargs = (), self.prepare(module, args, kwargs)
@@ -146,7 +161,9 @@ class _Forwards:
         torch.set_grad_enabled(False)
         return args, kwargs
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def after(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         if isinstance(cache := kwargs.get("past_key_values"), KVCache):
             cache.end()
 
@@ -171,7 +188,9 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
         return [layer.self_attn for layer in model.get_decoder().layers]
     try:
         if getattr(model.config, "kv_lora_rank", None):
-            raise probe.ProbeError(f"has latent attention (MLA, model type {model.config.model_type})")
+            raise probe.ProbeError(
+                f"has latent attention (MLA, model type {model.config.model_type})"
+            )
         return probe.attention_modules(model)
     except probe.ProbeError as reason:
         raise unsupported(model, reason) from reason
@@ -188,7 +207,9 @@ def routed(model: PreTrainedModel, prepare: PrepareCall | None = None) -> Iterat
 
     `prepare`: maps each call of the model to the keywords to use, for example to add a cache."""
     if is_routed(model):
-        raise UnsupportedError("This model is attached already: leave the other `with attached(...)` block first.")
+        raise UnsupportedError(
+            "This model is attached already: leave the other `with attached(...)` block first."
+        )
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _mask)
     before = model.config._attn_implementation
@@ -198,7 +219,10 @@ def routed(model: PreTrainedModel, prepare: PrepareCall | None = None) -> Iterat
         rotary = text_rotary(model)
         undo.enter_context(in_place(model, rotary))
         before_attention = partial(_before_attention, channel_pairing(model))
-        hooks = [m.register_forward_pre_hook(before_attention, with_kwargs=True) for m in attention_modules(model)]
+        hooks = [
+            m.register_forward_pre_hook(before_attention, with_kwargs=True)
+            for m in attention_modules(model)
+        ]
         forwards = _Forwards(prepare, rotary)
         hooks.append(model.register_forward_pre_hook(forwards.before, with_kwargs=True))
         hooks.append(model.register_forward_hook(forwards.after, with_kwargs=True))
@@ -238,7 +262,8 @@ def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
     head counts, scale, rotation and window. A method serves some of the layers
     (methods/layers/window.py)."""
     modules, windows = attention_modules(model), sliding_windows(model.config)
-    rotary, pairing = text_rotary(model) or deepcopy(model.get_decoder().rotary_emb), channel_pairing(model)
+    rotary = text_rotary(model) or deepcopy(model.get_decoder().rotary_emb)
+    pairing = channel_pairing(model)
     return [
         LayerSpec(
             index=index,
@@ -253,7 +278,9 @@ def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
             device=next(module.parameters()).device,
             project_query=QueryProjection(module, model, pairing),
             window=window,
-            sink_logits=None if (sinks := getattr(module, "sinks", None)) is None else sinks.detach().float(),
+            sink_logits=None
+            if (sinks := getattr(module, "sinks", None)) is None
+            else sinks.detach().float(),
             rope_like=_first_like(modules, module),
         )
         for index, (module, window) in enumerate(zip(modules, windows, strict=True))
@@ -263,7 +290,11 @@ def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
 def _first_like(modules: Sequence[Any], module: Any) -> int:
     """Return which of the attention modules is the first that rotates as `module` does."""
     kind = rotates(module), getattr(module, "layer_type", None)
-    return next(i for i, other in enumerate(modules) if (rotates(other), getattr(other, "layer_type", None)) == kind)
+    return next(
+        i
+        for i, other in enumerate(modules)
+        if (rotates(other), getattr(other, "layer_type", None)) == kind
+    )
 
 
 def rotates(module: Any) -> bool:
@@ -278,7 +309,9 @@ class Rotary:
     `rotary` is a copy, so nothing of the model changes. Where angles depend on the length of the
     text, the text is taken to end with the last of `positions`."""
 
-    def __init__(self, rotary: nn.Module, module: Any, device: torch.device, pairing: Pairing) -> None:
+    def __init__(
+        self, rotary: nn.Module, module: Any, device: torch.device, pairing: Pairing
+    ) -> None:
         self.rotary, self.device, self.module, self.pairing = rotary, device, module, pairing
         own = rotary.own if isinstance(rotary, TextRotary) else rotary
         kinds = getattr(own, "layer_types", None)  # Gemma 3 has a rotation per kind of layer
@@ -335,7 +368,8 @@ class QueryProjection:
         self.model, self.pairing = model, pairing
         self.num_heads: int = model.config.num_attention_heads
         weight = getattr(getattr(module, "q_norm", None), "weight", None)
-        self.norms_whole = weight is not None and weight.shape[-1] != module.head_dim  # OLMo 2: all heads as one
+        # OLMo 2: all heads as one
+        self.norms_whole = weight is not None and weight.shape[-1] != module.head_dim
 
     def __call__(self, hidden: Tensor) -> Tensor:
         width = self.num_heads * self.module.head_dim
@@ -344,7 +378,11 @@ class QueryProjection:
         else:  # Phi-3: queries are the first rows of the joint projection
             joint = self.module.qkv_proj
             plain = type(joint) is nn.Linear  # quantised rows cannot be taken out of the whole
-            q = nn.functional.linear(hidden, joint.weight[:width]) if plain else joint(hidden)[..., :width]
+            q = (
+                nn.functional.linear(hidden, joint.weight[:width])
+                if plain
+                else joint(hidden)[..., :width]
+            )
         if self.norms_whole:
             q = self.module.q_norm(q)
         q = q.view(*hidden.shape[:2], self.num_heads, -1)

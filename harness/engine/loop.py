@@ -43,7 +43,8 @@ class LoopCache(KVCache):
     and the first forward of one token seals the cache. Call `open_turn` before a forward of one
     token that is prompt: a turn of one token, or the last token of a prefill in chunks."""
 
-    may_grow: Callable[[int, int], None] | None = None  # raises `ValueError` for a larger capacity; None: never grows
+    # raises `ValueError` for a larger capacity; None: never grows
+    may_grow: Callable[[int, int], None] | None = None
     _prompt_next = False  # the next forward is prompt, whatever its length
 
     def __init__(self, layers: Sequence[KVLayer], state: CacheState) -> None:
@@ -66,7 +67,12 @@ class LoopCache(KVCache):
         self.usage.fallback = self.fallback or self.usage.fallback
 
     def begin(self, ids: Tensor | None = None) -> None:
-        if ids is not None and self.before_seal is not None and self._is_step(ids.shape[1]) and not self.sealed:
+        if (
+            ids is not None
+            and self.before_seal is not None
+            and self._is_step(ids.shape[1])
+            and not self.sealed
+        ):
             self.seal()  # here, because no forward can run within another
         super().begin(ids)
 
@@ -113,11 +119,14 @@ class PaddedCache(LoopCache):
         """`members`: fresh caches of one sequence each."""
         super().__init__(members[0].layers, members[0].state)
         self._members = tuple(members)
-        self._slots: SlotsCache | None = None  # steps the members together; made again after their memory moved
-        self._mask = torch.empty(len(members), 0, dtype=torch.bool)  # [B columns], mask of the forwards so far
+        # steps the members together; made again after their memory moved
+        self._slots: SlotsCache | None = None
+        # [B columns], mask of the forwards so far
+        self._mask = torch.empty(len(members), 0, dtype=torch.bool)
         self._turn = 0  # the column with which the turn began
         self._upcoming = self._mask  # mask including the current forward
-        self._tokens: list[Tensor] = []  # per row, the columns of the current forward that hold tokens
+        # per row, the columns of the current forward that hold tokens
+        self._tokens: list[Tensor] = []
 
     @property
     def members(self) -> tuple[LoopCache, ...]:
@@ -151,8 +160,11 @@ class PaddedCache(LoopCache):
                 "(tokenizer.padding_side='left')."
             )
         if tokens == 1 and self._turn == self.num_tokens and not new.all():
-            raise UnsupportedError("The mask hides the only token of a row: a step takes one token of every row.")
-        self._upcoming, self._tokens = mask, [to_device(row.nonzero().view(-1), device) for row in new]
+            raise UnsupportedError(
+                "The mask hides the only token of a row: a step takes one token of every row."
+            )
+        self._upcoming = mask
+        self._tokens = [to_device(row.nonzero().view(-1), device) for row in new]
         begins = torch.tensor([member.num_tokens for member in self._members]).view(-1, 1)
         return to_device((begins + new.cumsum(1) - 1).clamp(min=0), device)
 
@@ -201,11 +213,15 @@ class PaddedCache(LoopCache):
         out = torch.zeros_like(x.q)
         for row, (member, tokens) in enumerate(zip(self._members, self._tokens, strict=True)):
             if len(tokens):
-                out[row, :, tokens] = member.attend(layer, _row(x, row, tokens, member.num_tokens))[0]
+                out[row, :, tokens] = member.attend(layer, _row(x, row, tokens, member.num_tokens))[
+                    0
+                ]
         return out
 
     def contents(self) -> list[dict[str, Tensor]]:
-        raise UnsupportedError("Rows of a padded batch are caches of their own: ask each of cache.members.")
+        raise UnsupportedError(
+            "Rows of a padded batch are caches of their own: ask each of cache.members."
+        )
 
     def refill(self, contents: Sequence[Mapping[str, Tensor]]) -> None:
         self.contents()
@@ -231,7 +247,8 @@ class PaddedCache(LoopCache):
 
     def _begin_step(self) -> None:
         self._catch_up()
-        if any(member.prompt_next for member in self._members):  # such a row steps alone, and so do the others
+        # such a row steps alone, and so do the others
+        if any(member.prompt_next for member in self._members):
             self._part()
             return
         for member in self._members:
@@ -276,14 +293,24 @@ class LoopCalls:
         brings `tokens` tokens. `check`: raises an error where the model may not read a prompt."""
         self.make, self.check = make, check
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
         """Return the call's keywords with our cache and without a mask that has been read. Raises
         `UnsupportedError` for what our caches would compute wrongly."""
-        call = dict(zip(signature(model.forward).parameters, args, strict=False)) | kwargs if args else dict(kwargs)
+        call = (
+            dict(zip(signature(model.forward).parameters, args, strict=False)) | kwargs
+            if args
+            else dict(kwargs)
+        )
         given, mask = call.get("past_key_values"), call.get("attention_mask")
-        arriving: Tensor = call["inputs_embeds"] if call.get("input_ids") is None else call["input_ids"]
+        arriving: Tensor = (
+            call["inputs_embeds"] if call.get("input_ids") is None else call["input_ids"]
+        )
         batch, tokens = arriving.shape[:2]
-        if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != batch):
+        if mask is not None and (
+            not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != batch
+        ):
             raise UnsupportedError(
                 f"A custom attention mask was given: only padding on the left is supported, as [{batch} S]."
             )
@@ -294,7 +321,9 @@ class LoopCalls:
         else:
             _refuse(given, call.get("use_cache"), model)
             if padded:
-                fresh: LoopCache = PaddedCache([self.make(batch=1, tokens=tokens) for _ in range(batch)])
+                fresh: LoopCache = PaddedCache(
+                    [self.make(batch=1, tokens=tokens) for _ in range(batch)]
+                )
             else:
                 fresh = self.make(batch=batch, tokens=tokens)
             if given is not None:  # loops go on with the object that they made and passed
@@ -311,7 +340,8 @@ class LoopCalls:
                 "This cache holds rows of equal length and the mask pads some: leave past_key_values out in the first "
                 "turn, or give turns of equal length."
             )
-        return call | {"attention_mask": None}  # it has been read, and each look at it would wait for a GPU
+        # it has been read, and each look at it would wait for a GPU
+        return call | {"attention_mask": None}
 
 
 def _refuse_positions(given: Tensor | None, positions: Tensor, mask: Tensor | None) -> None:
@@ -321,21 +351,31 @@ def _refuse_positions(given: Tensor | None, positions: Tensor, mask: Tensor | No
         return
     tokens = positions.shape[1]
     real = torch.ones_like(positions) if mask is None else mask[:, -tokens:].to(positions.device)
-    if not torch.equal(given[:, -tokens:].to(positions).expand_as(positions)[real.bool()], positions[real.bool()]):
-        raise UnsupportedError("position_ids of padded rows are not 0, 1, 2, ... after the padding: leave them out.")
+    if not torch.equal(
+        given[:, -tokens:].to(positions).expand_as(positions)[real.bool()], positions[real.bool()]
+    ):
+        raise UnsupportedError(
+            "position_ids of padded rows are not 0, 1, 2, ... after the padding: leave them out."
+        )
 
 
 def _refuse(given: object, use_cache: bool | None, model: Any) -> None:
     """Raise `UnsupportedError` unless a cache of ours may replace `given`, the past_key_values of a
     call: None or an empty DynamicCache."""
     if use_cache is False or (use_cache is None and model.config.use_cache is False):
-        raise UnsupportedError("use_cache=False leaves an attached method without a cache: leave it out.")
+        raise UnsupportedError(
+            "use_cache=False leaves an attached method without a cache: leave it out."
+        )
     if given is None:
         return
     if type(given) is not DynamicCache:
-        raise UnsupportedError(f"A {type(given).__name__} (cache_implementation=...) was given: {OURS}.")
+        raise UnsupportedError(
+            f"A {type(given).__name__} (cache_implementation=...) was given: {OURS}."
+        )
     if given.offloading:
-        raise UnsupportedError(f"cache_implementation='offloaded' was given: {OURS}; placement=host moves its tokens.")
+        raise UnsupportedError(
+            f"cache_implementation='offloaded' was given: {OURS}; placement=host moves its tokens."
+        )
     if given.get_seq_length():
         raise UnsupportedError(
             f"The DynamicCache holds {given.get_seq_length()} tokens of a model without method: {OURS}."

@@ -56,7 +56,9 @@ class Pairing(NamedTuple):
         return halves(x, self.width) if self.neighbours else x
 
 
-def pairing_of(attention: nn.Module, rotary: Callable[[Tensor], tuple[Tensor, Tensor]], head_dim: int) -> Pairing:
+def pairing_of(
+    attention: nn.Module, rotary: Callable[[Tensor], tuple[Tensor, Tensor]], head_dim: int
+) -> Pairing:
     """Return how the module `attention` rotates heads of `head_dim` channels. `rotary` maps
     positions [P] to the cos and sin that the model computes for them, [1 P R or R/2]. Raises
     `UnsupportedError` if the rotation is none that methods could undo."""
@@ -91,7 +93,10 @@ def _turned(attention: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor
         return None
     for width in (x.shape[-1], cos.shape[-1]):
         try:
-            return torch.cat([apply(x[..., :width], x[..., :width], cos, sin)[0], x[..., width:]], -1)
-        except (RuntimeError, TypeError):  # cos does not fit so many channels, or the function takes other arguments
+            return torch.cat(
+                [apply(x[..., :width], x[..., :width], cos, sin)[0], x[..., width:]], -1
+            )
+        except (RuntimeError, TypeError):
+            # cos does not fit so many channels, or the function takes other arguments
             continue
     return None

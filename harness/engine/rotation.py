@@ -41,7 +41,8 @@ class TextRotary(nn.Module):
         self.own = own
         self.drops_at = drops_at
         self.rope_type: str | dict[str, str] = own.rope_type
-        self.lengths: Sequence[int] | None = None  # of the texts in the next forward; None: up to the largest position
+        # of the texts in the next forward; None: up to the largest position
+        self.lengths: Sequence[int] | None = None
         self._plain = unwrap(type(rotary).forward)  # without the update of frequencies
         self._frequencies: dict[tuple[int, tuple[str, ...]], Tensor] = {}
 
@@ -69,13 +70,17 @@ class TextRotary(nn.Module):
                 reached = max(reached, border + 1 if tokens > border else 0)
         return reached
 
-    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each [1|B T R], of position_ids [1|B T], for texts as long as
         `self.lengths` says."""
         kind = () if layer_type is None else (layer_type,)
         return self.of_texts(x, position_ids, self.lengths or [int(position_ids.max()) + 1], *kind)
 
-    def of_texts(self, x: Tensor, position_ids: Tensor, lengths: Sequence[int], *kind: str) -> tuple[Tensor, Tensor]:
+    def of_texts(
+        self, x: Tensor, position_ids: Tensor, lengths: Sequence[int], *kind: str
+    ) -> tuple[Tensor, Tensor]:
         """Return cos and sin of position_ids for texts of `lengths` tokens: one number for all
         rows, or one per row. `kind`: the kind of layer, in models that rotate each kind in its own
         way."""
@@ -92,7 +97,9 @@ class TextRotary(nn.Module):
         return cos, sin
 
     @torch.no_grad()
-    def _turned(self, x: Tensor, position_ids: Tensor, stage: int, *kind: str) -> tuple[Tensor, Tensor]:
+    def _turned(
+        self, x: Tensor, position_ids: Tensor, stage: int, *kind: str
+    ) -> tuple[Tensor, Tensor]:
         setattr(self.own, "_".join((*kind, "inv_freq")), self.frequencies(x.device, stage, *kind))
         turned: tuple[Tensor, Tensor] = self._plain(self.own, x, position_ids, *kind)
         return turned
@@ -126,7 +133,8 @@ def text_rotary(model: PreTrainedModel) -> TextRotary | None:
     if not any(map(_depends, kinds.values() if isinstance(kinds, dict) else [kinds])):
         return None
     kind: Any = type(model)
-    prepare = unwrap(kind.prepare_inputs_for_generation)  # which drops the cache in classes like Phi-3's
+    # which drops the cache in classes like Phi-3's
+    prepare = unwrap(kind.prepare_inputs_for_generation)
     drops = kinds == "longrope" and ORIGINAL in prepare.__code__.co_names
     return TextRotary(rotary, getattr(model.config, ORIGINAL) if drops else None)
 

@@ -22,7 +22,8 @@ _CONSTANT = (
     str, bytes, int, float, type, ref, ModuleType, Tensor, nn.Module, LayerSpec, Method, Request, TransferEngine,
     Arrival,
 )  # fmt: skip
-_LEAVES = {*_CONSTANT, bool, type(None)}  # the types of nearly all values; looking them up is faster than `isinstance`
+# the types of nearly all values; looking them up is faster than `isinstance`
+_LEAVES = {*_CONSTANT, bool, type(None)}
 
 
 class SavedState:
@@ -48,7 +49,11 @@ class SavedState:
         """Leave out of this saved state whatever is equal in the earlier one, `before`, so that
         restoring it changes only what differs. Return this object."""
         held = self._held.items()
-        self._held = {at: kept for at, kept in held if not _same(kept[1], before._held.get(at, (None, None))[1])}
+        self._held = {
+            at: kept
+            for at, kept in held
+            if not _same(kept[1], before._held.get(at, (None, None))[1])
+        }
         return self
 
     def _keep(self, value: Any) -> None:
@@ -83,7 +88,11 @@ class Snapshot:
     def __init__(self, cache: KVCache) -> None:
         cache.traffic.settle()
         self._cache, self._python, visited = cache, SavedState(cache), set[int]()
-        held = [tensor.untyped_storage() for root in (*cache.layers, cache.watch) for tensor in changing(root, visited)]
+        held = [
+            tensor.untyped_storage()
+            for root in (*cache.layers, cache.watch)
+            for tensor in changing(root, visited)
+        ]
         unique = {storage.data_ptr(): storage for storage in held}
         self._contents = [(storage, storage.clone()) for storage in unique.values()]
 
@@ -95,7 +104,8 @@ class Snapshot:
     def restore(self) -> None:
         """Set the cache back to the state that was saved. It may be called again after further
         steps."""
-        self._cache.traffic.settle()  # moves what the device has counted of these steps into Python's counts
+        # moves what the device has counted of these steps into Python's counts
+        self._cache.traffic.settle()
         self._python.restore()
         for storage, held in self._contents:
             storage.copy_(held)

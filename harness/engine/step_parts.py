@@ -17,7 +17,8 @@ PHASES = {
     ),
 }
 # fmt: on
-PARTS = (*PHASES, "rest", "model")  # rest: the method's time outside operations; model: all outside the method
+# rest: the method's time outside operations; model: all outside the method
+PARTS = (*PHASES, "rest", "model")
 
 
 def phase_of(operation: str) -> str:

@@ -28,13 +28,17 @@ METHOD = "method"
 # Bytes of an index that operations which score candidates read, by their arguments. Also where the arguments were
 # gathered for the operation, the index is read once.
 INDEX_BYTES: dict[str, Callable[..., int]] = {
-    **dict.fromkeys(("row_scores", "row_weights", "page_scores", "live_scores"), lambda q, x, *_: int(x.nbytes)),
+    **dict.fromkeys(
+        ("row_scores", "row_weights", "page_scores", "live_scores"), lambda q, x, *_: int(x.nbytes)
+    ),
     **dict.fromkeys(
         ("channel_weights", "channel_sums"),
         lambda q, x, channels, *_: int(channels.numel() * x.shape[3] * x.element_size()),
     ),
     "pq_weights": lambda q, centroids, codes, scale: int(centroids.nbytes + codes.nbytes),
-    "pq_best": lambda q, centroids, codes, held, *_: int(centroids.nbytes + codes.nbytes + held.nbytes),
+    "pq_best": lambda q, centroids, codes, held, *_: int(
+        centroids.nbytes + codes.nbytes + held.nbytes
+    ),
 }
 _ATTEND = PHASES["attend"][:3]  # of a decode step
 Seen = Callable[[str, tuple[Any, ...], Any], None]  # an operation, its arguments, its result
@@ -59,7 +63,9 @@ class Stopwatch:
         spent: dict[str, float] = defaultdict(float)
         wait_for(self.device)
         for name, began, ended in self._spans:
-            spent[name] += ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1e3
+            spent[name] += (
+                ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1e3
+            )
         return spent
 
     def _mark(self) -> Any:
@@ -107,7 +113,9 @@ class IndexBytes:
     def __call__(self, name: str, arguments: tuple[Any, ...], made: Any) -> None:
         if name in _ATTEND:
             self._attended |= {segment.k.untyped_storage().data_ptr() for segment in arguments[1]}
-        elif name in INDEX_BYTES and arguments[1].untyped_storage().data_ptr() not in self._attended:
+        elif (
+            name in INDEX_BYTES and arguments[1].untyped_storage().data_ptr() not in self._attended
+        ):
             self.total += INDEX_BYTES[name](*arguments)
 
 
@@ -139,7 +147,11 @@ class Tracer:
         if a layer does not know."""
         read = [layer.bytes_read for layer in cache.method_layers]
         known = [count for count in read if count is not None]
-        return sum(known) + sum(self._indices[id(layer)] for layer in cache.method_layers) if known == read else None
+        return (
+            sum(known) + sum(self._indices[id(layer)] for layer in cache.method_layers)
+            if known == read
+            else None
+        )
 
     def medians(self, steps: Sequence[Mapping[str, float]]) -> dict[str, Any] | None:
         """Return the number of a generation's decode steps and the medians of their seconds, of the

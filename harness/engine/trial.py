@@ -32,7 +32,9 @@ class LayerTrial(NamedTuple):
     unknown: tuple[str, ...] = ()  # as in `LayerSpec`
 
 
-def trial(model: Any, pairing: Pairing | None, projections: Sequence[Callable[[Tensor], Tensor]]) -> list[LayerTrial]:
+def trial(
+    model: Any, pairing: Pairing | None, projections: Sequence[Callable[[Tensor], Tensor]]
+) -> list[LayerTrial]:
     """Return what a model of transformers does in each layer. `pairing`: how it seems to rotate,
     None if that is not known; `projections`: what methods would compute queries with, before their
     rotation. Raise `UnsupportedError` if the engine would compute the model wrongly."""
@@ -51,12 +53,16 @@ def trial(model: Any, pairing: Pairing | None, projections: Sequence[Callable[[T
         raise unsupported(model, reason) from reason
     finally:
         decoder.rotary_emb = rotary
-    return [_tried(call, pairing, project) for call, project in zip(calls, projections, strict=True)]
+    return [
+        _tried(call, pairing, project) for call, project in zip(calls, projections, strict=True)
+    ]
 
 
 def unsupported(model: Any, reason: ProbeError) -> UnsupportedError:
     """Return the error for a model that the engine would compute wrongly, for a `reason`."""
-    return UnsupportedError(f"{type(model).__name__} {reason}, which is not supported: choose another model.")
+    return UnsupportedError(
+        f"{type(model).__name__} {reason}, which is not supported: choose another model."
+    )
 
 
 @torch.no_grad()
@@ -69,7 +75,9 @@ def _looks_ahead(rotary: Any, places: Sequence[int]) -> bool:
     for kind in getattr(rotary, "layer_types", None) or [None]:
         more = () if kind is None else (kind,)
         alone, among = (plain(rotary, like, part, *more) for part in (asked[:, 1:2], asked))
-        if not all(_alike(own, all_at_once[:, 1:2]) for own, all_at_once in zip(alone, among, strict=True)):
+        if not all(
+            _alike(own, all_at_once[:, 1:2]) for own, all_at_once in zip(alone, among, strict=True)
+        ):
             return True
     return False
 

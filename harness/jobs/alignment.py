@@ -55,22 +55,32 @@ class AlignedBudget(Budget):
         that."""
         least = self.method.smallest_budget
         more = range(least + 1, sealed)
-        return least + bisect_right(more, self.target(asked), key=lambda tokens: self.paid(sealed, tokens))
+        return least + bisect_right(
+            more, self.target(asked), key=lambda tokens: self.paid(sealed, tokens)
+        )
 
     def paid(self, sealed: int, tokens: int) -> int:
         """Return the bytes, summed over the layers, that the method moves per step or holds on the
         device (`measure` says which) when it reads `tokens` of `sealed` prompt tokens."""
         how = (sealed, tokens, self.placement, self.element_bytes)
         costs = [
-            self.method.cost(LayerWorkload(spec, *how, codec=self.codec, estimated=self.mass is not None))
+            self.method.cost(
+                LayerWorkload(spec, *how, codec=self.codec, estimated=self.mass is not None)
+            )
             for spec in self.specs
         ]
-        return sum(cost.moved_bytes_per_step if self.measure == "moved_bytes" else cost.device_bytes for cost in costs)
+        return sum(
+            cost.moved_bytes_per_step if self.measure == "moved_bytes" else cost.device_bytes
+            for cost in costs
+        )
 
     def target(self, tokens: int) -> int:
         """Return the bytes that the keys and values of so many tokens take, summed over the
         layers."""
-        rows = (LayerWorkload(spec, 1, 1, self.placement, self.element_bytes).row_bytes for spec in self.specs)
+        rows = (
+            LayerWorkload(spec, 1, 1, self.placement, self.element_bytes).row_bytes
+            for spec in self.specs
+        )
         return tokens * sum(rows)
 
     def is_fixed(self, sealed: int, asked: int) -> bool:
@@ -82,15 +92,22 @@ class AlignedBudget(Budget):
         """Raise `BudgetError` if no token budget costs the bytes that were asked for, on a prompt
         of `sealed` tokens."""
         asked = Budget(self.asked).tokens(sealed, 0)
-        least, most = (self.paid(sealed, tokens) for tokens in (self.method.smallest_budget, sealed - 1))
+        least, most = (
+            self.paid(sealed, tokens) for tokens in (self.method.smallest_budget, sealed - 1)
+        )
         if self.is_fixed(sealed, asked) or least <= self.target(asked) <= most:
             return
-        token, does = self.target(1), "moves" if self.measure == "moved_bytes" else "holds on the device"
+        token = self.target(1)
+        does = "moves" if self.measure == "moved_bytes" else "holds on the device"
         low, high = -(-least // token), most // token  # whole tokens, as a budget counts them
-        setting, unit, way_out = f"align={self.measure}", "tokens' keys and values", "use align=tokens"
+        setting = f"align={self.measure}"
+        unit = "tokens' keys and values"
+        way_out = "use align=tokens"
         if self.most_bytes is not None:
             low, high = low * token, (high + 1) * token - 1
-            setting, unit, way_out = f"budget_bytes={self.most_bytes}", "bytes", "set budget in place of budget_bytes"
+            setting = f"budget_bytes={self.most_bytes}"
+            unit = "bytes"
+            way_out = "set budget in place of budget_bytes"
         raise BudgetError(
             f"{setting}: with placement={self.placement} {type(self.method).__name__} {does}, of {sealed} prompt "
             f"tokens, {low} to {high} {unit}, and the budget asks for {asked} tokens': choose in between, or {way_out}."
@@ -104,11 +121,16 @@ def shapes(info: ModelInfo, device: str | None = None) -> list[LayerSpec]:
     sinks = torch.zeros(info.num_heads) if info.sink_logits else None
     place = None if device is None else torch.device(device)
     more: dict[str, Any] = {"sink_logits": sinks, "device": place, "rotary_dim": info.rotary_dim}
-    likes = [info.still_layers[0] if index in info.still_layers else -1 for index in range(info.num_layers)]
+    likes = [
+        info.still_layers[0] if index in info.still_layers else -1
+        for index in range(info.num_layers)
+    ]
     layers = enumerate(zip(info.layer_windows, likes, strict=True))
     return whole_layers(
         [
-            LayerSpec(index, *heads, _not_loaded, _not_loaded, window=window, rope_like=like, **more)
+            LayerSpec(
+                index, *heads, _not_loaded, _not_loaded, window=window, rope_like=like, **more
+            )
             for index, (window, like) in layers
         ]
     )

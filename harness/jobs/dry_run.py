@@ -30,17 +30,35 @@ def show(job: Job) -> None:
     info = job.model.describe()
     notes = alike([finding.message for item in job.items for finding in item.findings])
     rows = [
-        ("examples", f"{len(lengths)}, of {min(lengths)} to {max(lengths)} prompt tokens, {sum(lengths)} in all"),
-        *(("left out", f"{count}: {why}") for why, count in alike([example.why for example in job.prompts.left_out])),
-        *([("contexts", f"{len(contexts)}, each prefilled once")] if settings.questions == "shared" else ()),
-        *([("thoughts", f"of at most {_range(thoughts)} tokens before the answers")] if thoughts else ()),
+        (
+            "examples",
+            f"{len(lengths)}, of {min(lengths)} to {max(lengths)} prompt tokens, {sum(lengths)} in all",
+        ),
+        *(
+            ("left out", f"{count}: {why}")
+            for why, count in alike([example.why for example in job.prompts.left_out])
+        ),
+        *(
+            [("contexts", f"{len(contexts)}, each prefilled once")]
+            if settings.questions == "shared"
+            else ()
+        ),
+        *(
+            [("thoughts", f"of at most {_range(thoughts)} tokens before the answers")]
+            if thoughts
+            else ()
+        ),
         ("window", f"{info.limit} tokens{info.limit_because}"),
         *(("caution", text) for text in job.facts()["cautions"]),
         ("weights", f"{size(info.weight_bytes(settings.dtype))} in {settings.dtype} ({info.name})"),
         ("budget", _budget(job)),
         ("KV cache", _bytes(job)),
         ("memory", _memory(job)),
-        *([("batch", _batch(job))] if not settings.shared_prefill and settings.history != "store" else ()),
+        *(
+            [("batch", _batch(job))]
+            if not settings.shared_prefill and settings.history != "store"
+            else ()
+        ),
         ("folder", str(job.folder)),
         *([("Full", _beside(full))] if full else ()),
         *(("lint", f"{count} of {len(lengths)} examples: {note}") for note, count in notes),
@@ -56,9 +74,15 @@ def _budget(job: Job) -> str:
     ruled = [layer for layer in layers if budget is not None and layer not in budget.dense_layers]
     if budget is None or not ruled:
         return f"none: a step reads all of {_range(prompts)} prompt tokens"
-    asked = [(tokens, budget.tokens(tokens, layer)) for tokens in {min(prompts), max(prompts)} for layer in ruled]
+    asked = [
+        (tokens, budget.tokens(tokens, layer))
+        for tokens in {min(prompts), max(prompts)}
+        for layer in ruled
+    ]
     read = [tokens if job.method.reads_all(tokens, some) else some for tokens, some in asked]
-    dense = f"; all in layers {', '.join(map(str, budget.dense_layers))}" if budget.dense_layers else ""
+    dense = (
+        f"; all in layers {', '.join(map(str, budget.dense_layers))}" if budget.dense_layers else ""
+    )
     most = "at most " if budget.mass is not None else ""
     return f"a step reads {most}{_range(read)} of {_range(prompts)} prompt tokens{dense}"
 
@@ -108,4 +132,6 @@ def _beside(full: Job) -> str:
     by words that say if that is finished, will be run by this command too, or will not."""
     if full.is_done():
         return f"{full.folder}, finished already"
-    return f"{full.folder}, " + ("runs too" if full.settings.baseline == "run" else "not run with baseline=reuse")
+    return f"{full.folder}, " + (
+        "runs too" if full.settings.baseline == "run" else "not run with baseline=reuse"
+    )

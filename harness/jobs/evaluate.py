@@ -41,7 +41,8 @@ from harness.terminal.notices import lasting_output, say_once, warn
 from harness.terminal.progress import announce, progress
 from methods.base import AttnInput, KVLayer, LayerSpec, Method, refuse_other_than_method
 
-OF_COMMANDS = ("dry_run", "wandb.project")  # settings that `python -m harness` reads before it runs jobs
+# settings that `python -m harness` reads before it runs jobs
+OF_COMMANDS = ("dry_run", "wandb.project")
 FAILED_BATCHES = 3  # that end a run in which nothing succeeds
 OnError = Callable[[Exception], None]
 
@@ -67,7 +68,9 @@ def evaluate(
     asked = replace(settings or Settings(), **changes)
     for name in OF_COMMANDS:
         if (value := attrgetter(name)(asked)) != attrgetter(name)(Settings()):
-            raise SettingsError(f"{name}={value} is for the command line, and evaluate does not read it: leave it out.")
+            raise SettingsError(
+                f"{name}={value} is for the command line, and evaluate does not read it: leave it out."
+            )
     job = Job.plan(method, task, model, asked, presets=presets)
     job.require_known()
     return evaluate_together([job])[-1]
@@ -93,7 +96,9 @@ def evaluate_together(jobs: Sequence[Job], on_error: OnError | None = None) -> l
         with reporting(report):
             for job in _run_group(list(group.values()), report):
                 full = job.full
-                runs[job.folder] = job.stored((runs.get(full.folder) or full.finished()) if full else None)
+                runs[job.folder] = job.stored(
+                    (runs.get(full.folder) or full.finished()) if full else None
+                )
     if errors:
         raise errors[0]
     return list(runs.values())
@@ -114,7 +119,8 @@ def _run_group(jobs: Sequence[Job], on_error: OnError) -> list[Job]:
         unfinished[0].refuse_memory(unfinished[1:])
     with ExitStack() as stack:
         runs = []
-        for job in sorted(jobs, key=lambda job: job.folder):  # so that two processes do not wait for each other
+        # so that two processes do not wait for each other
+        for job in sorted(jobs, key=lambda job: job.folder):
             with reporting(on_error):
                 runs.append(_open(job, stack, on_error))
         lacking = [run for run in runs if run.pending]
@@ -159,12 +165,19 @@ def _generate(runs: Sequence[_OpenRun]) -> None:
             with _failing(run):
                 run.attach(loaded, runners)
         pending = [item for item in first.items if any(run.lacks(item) for run in runs)]
-        pending.sort(key=lambda item: any(item.example.id in run.failed_before for run in runs))  # these last
+        # these last
+        pending.sort(key=lambda item: any(item.example.id in run.failed_before for run in runs))
         tokens = [sum(len(turn.prompt.ids) for turn in item.turns) for item in pending]
         label = first.label if len(runs) == 1 else f"{first.label.split()[0]}, {len(runs)} jobs"
-        records = _share_prefills(runs, pending) if first.settings.shared_prefill else _run_alone(runs[0], pending)
+        records = (
+            _share_prefills(runs, pending)
+            if first.settings.shared_prefill
+            else _run_alone(runs[0], pending)
+        )
         found = len(first.items) - len(pending)
-        for _ in progress(records, label, tokens, size=lambda record: record.prompt_tokens, before=found):
+        for _ in progress(
+            records, label, tokens, size=lambda record: record.prompt_tokens, before=found
+        ):
             pass
 
 
@@ -179,8 +192,10 @@ class _OpenRun(Run):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self.tried: set[str] = set()  # ids of this session's examples that failed
-        self.last_error: Exception | None = None  # of these; its frames may hold a cache, so only one is kept
-        self.prefill_error: Exception | None = None  # why it has no cache of the prompt that is prefilled for several
+        # of these; its frames may hold a cache, so only one is kept
+        self.last_error: Exception | None = None
+        # why it has no cache of the prompt that is prefilled for several
+        self.prefill_error: Exception | None = None
 
     @property
     def failed(self) -> bool:
@@ -212,7 +227,9 @@ class _OpenRun(Run):
         self.runner = Runner(job.task, job.settings, job.folder, attachment, loaded)
         stack.callback(self._close_runner)
         self.runner.used(usage.backends)
-        self.runner.kept.expect(conversation_bytes(job.model.describe(), job.settings, self.pending))
+        self.runner.kept.expect(
+            conversation_bytes(job.model.describe(), job.settings, self.pending)
+        )
 
     def _close_runner(self) -> None:
         with _failing(self):
@@ -229,7 +246,8 @@ class _OpenRun(Run):
                 continue
             try:
                 record = self.runner.record(answer)
-                self.note(**self.runner.notes)  # first, so that no kill leaves a record without them
+                # first, so that no kill leaves a record without them
+                self.note(**self.runner.notes)
                 self.append(record)
             except Exception as error:  # of the task's score
                 yield self.give_up(Failed(answer.item, error))
@@ -265,7 +283,9 @@ class _OpenRun(Run):
         self.close("complete")
         refused = sum(isinstance(example, FailedExample) for example in self.job.prompts.left_out)
         if failed := len(self.tried) + refused:
-            warn(f"{self.job.label}: complete with {failed} failed; the same command tries them again.")
+            warn(
+                f"{self.job.label}: complete with {failed} failed; the same command tries them again."
+            )
 
 
 def _placed(specs: Sequence[LayerSpec]) -> dict[str, str] | None:
@@ -290,14 +310,18 @@ def _failing(*runs: _OpenRun) -> Iterator[None]:
         runs[0].on_error(error)
 
 
-def _run_alone(run: _OpenRun, pending: Sequence[PreparedExample]) -> Iterator[Record | FailedExample]:
+def _run_alone(
+    run: _OpenRun, pending: Sequence[PreparedExample]
+) -> Iterator[Record | FailedExample]:
     if not run.failed:
         with _failing(run):
             run.runner.warm_up(pending)
             yield from run.answers(pending)
 
 
-def _share_prefills(runs: Sequence[_OpenRun], pending: Sequence[PreparedExample]) -> Iterator[Record | FailedExample]:
+def _share_prefills(
+    runs: Sequence[_OpenRun], pending: Sequence[PreparedExample]
+) -> Iterator[Record | FailedExample]:
     """Run `pending` for several runs under `shared_prefill=true`, and yield one record per example,
     of whichever run. Each context is prefilled once for all runs that lack an example on it; then
     the runs answer one after the other, and each run's caches are dropped when it has answered."""
@@ -305,7 +329,11 @@ def _share_prefills(runs: Sequence[_OpenRun], pending: Sequence[PreparedExample]
     if not started:
         return
     settings, stage = started[0].job.settings, started[0].runner.engine.attachment.stage
-    contexts = list(by_context(pending, stage)) if settings.questions == "shared" else [[item] for item in pending]
+    contexts = (
+        list(by_context(pending, stage))
+        if settings.questions == "shared"
+        else [[item] for item in pending]
+    )
     for start in range(0, len(contexts), settings.batch):
         batch = contexts[start : start + settings.batch]
         prefilled: dict[_OpenRun, dict[str, Prefilled]] = {run: {} for run in started}
@@ -317,12 +345,16 @@ def _share_prefills(runs: Sequence[_OpenRun], pending: Sequence[PreparedExample]
         for run in started:
             with _failing(run):
                 lacking = [item for items in batch for item in items if run.lacks(item)]
-                records |= {record.id: record for record in run.answers(lacking, prefilled.pop(run))}
+                records |= {
+                    record.id: record for record in run.answers(lacking, prefilled.pop(run))
+                }
         yield from records.values()
 
 
 def _prefill(
-    asking: Sequence[_OpenRun], items: Sequence[PreparedExample], prefilled: dict[_OpenRun, dict[str, Prefilled]]
+    asking: Sequence[_OpenRun],
+    items: Sequence[PreparedExample],
+    prefilled: dict[_OpenRun, dict[str, Prefilled]],
 ) -> None:
     """Prefill the context that `items` share, once for all `asking` runs, and put each run's filled
     cache into `prefilled`, under the id of the first example that the run lacks. If a run's method

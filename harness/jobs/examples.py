@@ -32,9 +32,13 @@ from harness.results.files import canonical
 from harness.results.records import FailedExample, SkippedExample
 from harness.terminal.notices import alike, say_once
 
-SHORTER = ": use shorter prompts or answers (generation.max_new_tokens), or a model with a longer window"
-REFUSED = 3  # prompts that the chat template refuses before one passes, after which it is no matter of one example
-Make = Callable[..., "PreparedExample"]  # an example, and what is cut from its context -> the example as token ids
+SHORTER = (
+    ": use shorter prompts or answers (generation.max_new_tokens), or a model with a longer window"
+)
+# prompts that the chat template refuses before one passes, after which it is no matter of one example
+REFUSED = 3
+# an example, and what is cut from its context -> the example as token ids
+Make = Callable[..., "PreparedExample"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,8 @@ class PreparedExample:
     forced: tuple[int, ...] = ()  # what is fed in place of what the model would have said
     choices: tuple[tuple[int, ...], ...] = ()  # what is fed one by one, each behind the same prompt
     further: tuple[PreparedExample, ...] = ()  # user turns behind the first
-    by_steps: bool = False  # the prompt's last token is read behind the seal: what follows is the method's
+    # the prompt's last token is read behind the seal: what follows is the method's
+    by_steps: bool = False
     most: int | None = None  # tokens that a cache holds, where what is more leaves it
     thought: Thought | None = None  # that precedes the answer; its tokens are among `new_tokens`
 
@@ -70,7 +75,10 @@ class PreparedExample:
         return tuple(
             replace(
                 self,
-                example=replace(self.example, id=f"{self.example.id}/choice {number}" if number else self.example.id),
+                example=replace(
+                    self.example,
+                    id=f"{self.example.id}/choice {number}" if number else self.example.id,
+                ),
                 new_tokens=len(choice),
                 forced=choice,
                 choices=(),
@@ -128,20 +136,30 @@ class PreparedExample:
     def facts(self) -> dict[str, Any]:
         """The values that a record holds of it, by key (harness/jobs/facts.py)."""
         warnings = [finding.message for finding in self.findings]
-        return {"warnings": warnings, "cut_tokens": self.prompt.cut_tokens, "unit": self.example.unit}
+        return {
+            "warnings": warnings,
+            "cut_tokens": self.prompt.cut_tokens,
+            "unit": self.example.unit,
+        }
 
     @property
     def answers_sha256(self) -> str:
         """The hash of all that outputs are scored by and averaged over: right answers, groups,
         data."""
         turns = [[turn.group, turn.references, turn.data] for turn in self.example.turns]
-        return hashlib.sha256(canonical({"unit": self.example.unit, "turns": turns}).encode()).hexdigest()
+        return hashlib.sha256(
+            canonical({"unit": self.example.unit, "turns": turns}).encode()
+        ).hexdigest()
 
 
 def blank(tokens: int, new_tokens: int) -> PreparedExample:
     """Return an example with these lengths and no content, for forecasts of memory."""
-    example = Example(id="blank", group="blank", context="", references=(), max_new_tokens=new_tokens)
-    return PreparedExample(example, Prompt((0,) * tokens, tokens, 0, 0, template=False, text=""), new_tokens, ())
+    example = Example(
+        id="blank", group="blank", context="", references=(), max_new_tokens=new_tokens
+    )
+    return PreparedExample(
+        example, Prompt((0,) * tokens, tokens, 0, 0, template=False, text=""), new_tokens, ()
+    )
 
 
 def by_context(
@@ -156,7 +174,8 @@ def by_context(
     groups: dict[tuple[object, ...], list[PreparedExample]] = {}
     for item in items:
         ids, split = item.prompt.ids, item.prompt.split
-        key = ids[:split] if split < len(ids) else (item.example.id,)  # without a question there is one prompt
+        # without a question there is one prompt
+        key = ids[:split] if split < len(ids) else (item.example.id,)
         groups.setdefault((*key, stage(len(ids))), []).append(item)
     yield from groups.values()
 
@@ -175,7 +194,13 @@ class LintError(ValueError):
 def _task_env(settings: Settings, tokenizer: Tokenizer, window: int) -> TaskEnv:
     tools = Tools(tokenizer, settings.chat, settings.template_kwargs or {})  # type: ignore[arg-type]
     root = settings.data.folder()
-    return TaskEnv(text=tools, seed=settings.seed, data_root=root, cache_dir=cache_root() / "tasks", window=window)
+    return TaskEnv(
+        text=tools,
+        seed=settings.seed,
+        data_root=root,
+        cache_dir=cache_root() / "tasks",
+        window=window,
+    )
 
 
 class Prompts(NamedTuple):
@@ -216,10 +241,24 @@ def _told_apart(task: Task, env: TaskEnv) -> Iterator[Example]:
     places = dict[str, int]()
     for place, example in enumerate(task.examples(env), start=1):
         if (first := places.setdefault(example.id, place)) != place:
-            lists = {key: value for key, value in plugins.describe(task).items() if isinstance(value, (list, tuple))}
-            twice = [f"task.{key}" for key, value in lists.items() if any(value.count(one) > 1 for one in value)]
-            remedy = f"name each value of {twice[0]} once" if twice else "give every row of its data an id of its own"
-            raise SettingsError(f"Examples {first} and {place} of the task are both called {example.id}: {remedy}.")
+            lists = {
+                key: value
+                for key, value in plugins.describe(task).items()
+                if isinstance(value, (list, tuple))
+            }
+            twice = [
+                f"task.{key}"
+                for key, value in lists.items()
+                if any(value.count(one) > 1 for one in value)
+            ]
+            remedy = (
+                f"name each value of {twice[0]} once"
+                if twice
+                else "give every row of its data an id of its own"
+            )
+            raise SettingsError(
+                f"Examples {first} and {place} of the task are both called {example.id}: {remedy}."
+            )
         yield example
 
 
@@ -242,21 +281,33 @@ def _asked(tokenizer: Tokenizer, settings: Settings) -> Tokenizer:
 
 
 def itemised(
-    examples: Iterable[Example], tokenizer: Tokenizer, settings: Settings, window: int, because: str = ""
+    examples: Iterable[Example],
+    tokenizer: Tokenizer,
+    settings: Settings,
+    window: int,
+    because: str = "",
 ) -> Prompts:
     """Return `examples` as prompts of a model whose context window has `window` tokens, with words
     that say why (`because`). An example
     whose prompt the chat template refuses is left out; raise its `PromptError` if the template
     refuses the first few, or all."""
-    items, left_out, side = list[PreparedExample](), list[FailedExample | SkippedExample](), settings.too_long
+    items = list[PreparedExample]()
+    left_out = list[FailedExample | SkippedExample]()
+    side = settings.too_long
     make = partial(_item, tokenizer=tokenizer, settings=settings, window=window, because=because)
     refusal: PromptError | None = None
     for example in examples:
         try:
             item = make(example)
-            shorter = item if side == "refuse" or item.needed <= window else _fitted(item, make, side, window)
+            shorter = (
+                item
+                if side == "refuse" or item.needed <= window
+                else _fitted(item, make, side, window)
+            )
         except PromptError as error:
-            left_out.append(FailedExample(example.id, example.group, "", 0, f"{type(error).__name__}: {error}"))
+            left_out.append(
+                FailedExample(example.id, example.group, "", 0, f"{type(error).__name__}: {error}")
+            )
             if not items and len(left_out) == REFUSED:
                 raise
             refusal = error
@@ -286,7 +337,11 @@ def _samples(item: PreparedExample, count: int) -> Iterator[PreparedExample]:
         name, unit = f"{item.example.id}/sample {number}", item.example.unit or item.example.id
         example = replace(item.example, id=name, unit=unit)
         turns = zip(item.further, example.turns[1:], strict=True)
-        yield replace(item, example=example, further=tuple(replace(turn, example=asked) for turn, asked in turns))
+        yield replace(
+            item,
+            example=example,
+            further=tuple(replace(turn, example=asked) for turn, asked in turns),
+        )
 
 
 def _fitted(item: PreparedExample, make: Make, side: str, window: int) -> PreparedExample | None:
@@ -306,7 +361,9 @@ def _fitted(item: PreparedExample, make: Make, side: str, window: int) -> Prepar
     return item if item.needed <= window else None
 
 
-def _cut_alike(items: Sequence[PreparedExample], make: Make, side: str, window: int) -> list[PreparedExample]:
+def _cut_alike(
+    items: Sequence[PreparedExample], make: Make, side: str, window: int
+) -> list[PreparedExample]:
     """Return the examples with equal cuts of equal contexts: questions that are too long with one
     context lose the same part of it, so that they can share its prefill."""
     most = dict[tuple[str, str], Cut]()
@@ -332,7 +389,12 @@ def _skipped(item: PreparedExample, side: str, window: str) -> SkippedExample:
 
 
 def _item(
-    example: Example, tokenizer: Tokenizer, settings: Settings, window: int, because: str, cut: Cut | None = None
+    example: Example,
+    tokenizer: Tokenizer,
+    settings: Settings,
+    window: int,
+    because: str,
+    cut: Cut | None = None,
 ) -> PreparedExample:
     """Turn an example into token ids, turn by turn, and check each turn's prompt. What earlier
     turns take of the model's window is not there for later ones, unless `overflow.window` drops old
@@ -343,25 +405,48 @@ def _item(
     if thinks:
         _refuse_thoughts(example, settings)
     for turn in example.turns:
-        asked = replace(turn, prefix="") if thinks else turn  # the answer's first words follow its thought
+        # the answer's first words follow its thought
+        asked = replace(turn, prefix="") if thinks else turn
         to_prompt = render_turn if items else partial(render, cut=cut)
         prompt = to_prompt(asked, tokenizer, chat=settings.chat, keywords=keywords)  # type: ignore[arg-type]
         limit = settings.generation.max_new_tokens
         forced = forced_ids(turn, prompt, tokenizer)[:limit]
         choices = choices_ids(turn, prompt, tokenizer)
-        new_tokens = max(map(len, choices), default=0) or len(forced) or limit or turn.max_new_tokens
+        new_tokens = (
+            max(map(len, choices), default=0) or len(forced) or limit or turn.max_new_tokens
+        )
         thought = None
         if thinks:
             allowed, new_tokens = divided(new_tokens)
-            thought = _thought(prompt, tokenizer, settings, turn.prefix, window - new_tokens, allowed)
+            thought = _thought(
+                prompt, tokenizer, settings, turn.prefix, window - new_tokens, allowed
+            )
             new_tokens += thought.room
-        asked_thought = f" ({thought.room} of them by thinking={settings.thinking})" if thought else ""
+        asked_thought = (
+            f" ({thought.room} of them by thinking={settings.thinking})" if thought else ""
+        )
         before = 0 if most else sum(one.room for one in items)
-        findings = list(lint(turn, prompt, tokenizer, window, new_tokens, before, keywords, asked_thought, because))
-        item = PreparedExample(turn, prompt, new_tokens, tuple(findings), forced, choices, by_steps=bool(choices))
+        findings = list(
+            lint(
+                turn,
+                prompt,
+                tokenizer,
+                window,
+                new_tokens,
+                before,
+                keywords,
+                asked_thought,
+                because,
+            )
+        )
+        item = PreparedExample(
+            turn, prompt, new_tokens, tuple(findings), forced, choices, by_steps=bool(choices)
+        )
         items.append(replace(item, thought=thought))
     found = dict.fromkeys(finding for one in items for finding in one.findings)
-    return replace(items[0], example=example, findings=tuple(found), further=tuple(items[1:]), most=most)
+    return replace(
+        items[0], example=example, findings=tuple(found), further=tuple(items[1:]), most=most
+    )
 
 
 def _refuse_thoughts(example: Example, settings: Settings) -> None:
@@ -372,10 +457,14 @@ def _refuse_thoughts(example: Example, settings: Settings) -> None:
     elif example.further:
         why = "has several turns, and a chat template drops the thoughts of earlier ones, which a cache keeps"
     if why:
-        raise SettingsError(f"thinking={settings.thinking} does not suit this task, which {why}: set thinking=off.")
+        raise SettingsError(
+            f"thinking={settings.thinking} does not suit this task, which {why}: set thinking=off."
+        )
 
 
-def _thought(prompt: Prompt, tokenizer: Tokenizer, settings: Settings, prefix: str, room: int, most: int) -> Thought:
+def _thought(
+    prompt: Prompt, tokenizer: Tokenizer, settings: Settings, prefix: str, room: int, most: int
+) -> Thought:
     """Return the thought before the answer to `prompt`. `prefix`: the first words of the answer;
     `room`: the tokens that the model's window leaves for prompt and thought; `most`: those that a
     thought may have if the user does not say."""

@@ -8,11 +8,15 @@ from typing import Any
 
 from harness.results.fact import Fact, entry, largest
 
-PEAKS = ("prefill_device", "prefill_host", "decode_device", "decode_host")  # bytes; decode: seal and question too
+# bytes; decode: seal and question too
+PEAKS = ("prefill_device", "prefill_host", "decode_device", "decode_host")
 
 
 def _peaks(_: str, values: Sequence[Mapping[str, int | None] | None]) -> dict[str, Any]:
-    return {f"{name}_peak_bytes": largest([(peaks or {}).get(name) for peaks in values]) for name in PEAKS}
+    return {
+        f"{name}_peak_bytes": largest([(peaks or {}).get(name) for peaks in values])
+        for name in PEAKS
+    }
 
 
 def _cut(values: Sequence[int]) -> int:
@@ -29,9 +33,12 @@ def _shared(title: str, records: Sequence[Any], _: Mapping[str, Any]) -> Iterato
         yield f"questions=shared ({title}): {len(records)} questions on {count} prefills"
 
 
-TASK = {"data": Fact(unit="other", required=True, over_turns=lambda turns: dict(turns[0]))}  # depth, length ...
+# depth, length ...
+TASK = {"data": Fact(unit="other", required=True, over_turns=lambda turns: dict(turns[0]))}
 TOLD = Fact(unit="other", per="example", required=True)
-PEAK = Fact(unit="bytes", per="example", required=True, section="memory", over_examples=entry(largest))
+PEAK = Fact(
+    unit="bytes", per="example", required=True, section="memory", over_examples=entry(largest)
+)
 EXAMPLES = {
     "device_peak_bytes": PEAK,
     "host_peak_bytes": PEAK,
@@ -57,5 +64,6 @@ EXAMPLES = {
         note=_shared,
     ),
     "turns": Fact(unit="other", per="example"),  # of a conversation, a reply each
-    "unit": Fact(unit="other", per="example"),  # what it belongs to, where examples are not independent
+    # what it belongs to, where examples are not independent
+    "unit": Fact(unit="other", per="example"),
 }

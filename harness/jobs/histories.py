@@ -17,7 +17,8 @@ from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
 from harness.models.base import LoadedModel
 
-KEEPER = "harness.cachedattention.turns.opening"  # the module whose `opened` and `in_memory` make `Histories`
+# the module whose `opened` and `in_memory` make `Histories`
+KEEPER = "harness.cachedattention.turns.opening"
 
 
 class Saved(Protocol):

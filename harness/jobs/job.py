@@ -91,12 +91,29 @@ class Job:
         if (settings.device, settings.dtype) == ("cpu", "fp16"):
             say_once(SLOW_FP16)
         if settings.device.startswith("cuda") and (reason := toolchain.unfit()):
-            say_once(f"Triton's kernels cannot run here, so operations run on plain torch, which is slower: {reason}")
+            say_once(
+                f"Triton's kernels cannot run here, so operations run on plain torch, which is slower: {reason}"
+            )
         named = {"method": resolved.method, "task": task, "model": model}
-        config = asdict(settings) | {kind: plugins.describe(plugin) for kind, plugin in named.items()}
-        fed, answers = zip(*((item.sha256, item.answers_sha256) for item in prompts.items), strict=True)
+        config = asdict(settings) | {
+            kind: plugins.describe(plugin) for kind, plugin in named.items()
+        }
+        fed, answers = zip(
+            *((item.sha256, item.answers_sha256) for item in prompts.items), strict=True
+        )
         own = identity(config, named, revision=info.revision, prompts=fed, answers=answers)
-        return cls(resolved.method, task, model, settings, resolved.budget, prompts, config, own, wanted, presets)
+        return cls(
+            resolved.method,
+            task,
+            model,
+            settings,
+            resolved.budget,
+            prompts,
+            config,
+            own,
+            wanted,
+            presets,
+        )
 
     @cached_property
     def full(self) -> Job | None:
@@ -116,7 +133,9 @@ class Job:
     @property
     def names(self) -> tuple[str, str]:
         """The names of the task's and the method's modules, as in ("niah", "pqcache")."""
-        task, method = (str(self.config[kind][plugins.TARGET]).split(".")[-2] for kind in ("task", "method"))
+        task, method = (
+            str(self.config[kind][plugins.TARGET]).split(".")[-2] for kind in ("task", "method")
+        )
         return task, method
 
     @property
@@ -124,9 +143,17 @@ class Job:
         """The words that name this job in messages: task, method, the method's parameters that are
         not at their defaults, and the budget."""
         named = self.presets or {}
-        task, method = (named.get(kind, name) for kind, name in zip(("task", "method"), self.names, strict=True))
+        task, method = (
+            named.get(kind, name) for kind, name in zip(("task", "method"), self.names, strict=True)
+        )
         budget, in_bytes = self.settings.budget, self.settings.most_bytes
-        asked = f"{100 * budget:g}%" if isinstance(budget, float) else f"{budget} tokens" if budget else ""
+        asked = (
+            f"{100 * budget:g}%"
+            if isinstance(budget, float)
+            else f"{budget} tokens"
+            if budget
+            else ""
+        )
         asked = size(in_bytes) if in_bytes else asked
         return " ".join(filter(None, (task, method, *plugins.changed(self.method), asked)))
 
@@ -140,7 +167,9 @@ class Job:
         """Forecast the memory of this job, and of the jobs `beside` it that share its prefill."""
         loaded = is_loaded(self.model, self.settings.dtype, self.settings.device)
         cache_specs = [job.cache_spec for job in beside]
-        return needed(self.model.describe(), self.cache_spec, self.items, loaded=loaded, beside=cache_specs)
+        return needed(
+            self.model.describe(), self.cache_spec, self.items, loaded=loaded, beside=cache_specs
+        )
 
     def refuse_memory(self, beside: Sequence[Job] = ()) -> None:
         """Raise `SettingsError` if this job and those `beside` it do not fit into free memory."""
@@ -149,11 +178,17 @@ class Job:
     def require_known(self) -> None:
         """Raise `ValueError` if the method must know of the model what cannot be found out: by its weights, where
         its class is not listed."""
-        if not self.method.needs or self.model.describe().architecture in ARCHITECTURES or self.is_done():
+        if (
+            not self.method.needs
+            or self.model.describe().architecture in ARCHITECTURES
+            or self.is_done()
+        ):
             return
         self.refuse_memory()
         typed = (self.presets or {}).get("method")
-        self.method.require_known(layer_specs(self.load().model), f"method={typed}" if typed else "")
+        self.method.require_known(
+            layer_specs(self.load().model), f"method={typed}" if typed else ""
+        )
 
     @property
     def free(self) -> tuple[int | None, int | None]:
@@ -167,7 +202,9 @@ class Job:
         if self.settings.threads is not None:
             torch.set_num_threads(self.settings.threads)
         ops.prefer(orders(self.settings.backends))
-        loaded = load(self.model, self.settings.dtype, self.settings.device, self.settings.template_kwargs)
+        loaded = load(
+            self.model, self.settings.dtype, self.settings.device, self.settings.template_kwargs
+        )
         if loaded.revision != self.identity["model_revision"]:
             raise ModelError(
                 f"the files of {loaded.name} changed since this run was planned: run the same command again."
@@ -207,7 +244,11 @@ class Job:
             return None
         try:
             run = load_run(self.folder)
-            return self.stored() if run.records and self._has_all([*run.records, *run.failed]) else None
+            return (
+                self.stored()
+                if run.records and self._has_all([*run.records, *run.failed])
+                else None
+            )
         except StoreError as error:
             say_once(f"{self.label} is not there to compare with: {error}")
             return None
@@ -234,7 +275,11 @@ class Job:
         not depend on the machine: the task's version and metric, names of presets, cautions."""
         described, counted = self.model.describe(), ability(self.method, CountedAnswer)
         return {
-            "task_info": {"version": self.task.version, "metric": self.task.metric, "chance": self.task.chance}
+            "task_info": {
+                "version": self.task.version,
+                "metric": self.task.metric,
+                "chance": self.task.chance,
+            }
             | self.task.provenance(),
             "presets": dict(self.presets or {}) or None,
             "num_expected": len(self.items) + len(self.prompts.left_out),
@@ -251,19 +296,27 @@ class Job:
         }
 
 
-def attach(loaded: LoadedModel, method: Method, budget: Budget | None, settings: Settings) -> Attachment:
+def attach(
+    loaded: LoadedModel, method: Method, budget: Budget | None, settings: Settings
+) -> Attachment:
     """Return the pair of a loaded model and a method, from which an engine makes the caches that
     the model's attention runs through. The method is prepared here, if it needs to be
     (calibration). `settings` must be resolved (harness/jobs/resolve.py)."""
     options = AttachOptions(
         budget=budget,
         placement=settings.placement,
-        calibration=torch.tensor([calibration_text(loaded.tokenizer)]) if method.calibration_tokens else None,
+        calibration=torch.tensor([calibration_text(loaded.tokenizer)])
+        if method.calibration_tokens
+        else None,
         codec=codec_of(settings),
         abilities=abilities_of(settings, budget),
         overlap=settings.overlap == "on",
         repeat_prompts=(
-            repeat_prompts(loaded.tokenizer, chat=settings.chat, keywords=settings.template_kwargs or {})  # type: ignore[arg-type]
+            repeat_prompts(
+                loaded.tokenizer,
+                chat=settings.chat,  # type: ignore[arg-type]
+                keywords=settings.template_kwargs or {},
+            )
             if ability(method, Repeat)
             else None
         ),

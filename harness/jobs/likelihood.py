@@ -34,9 +34,14 @@ class Likelihood:
             return []
         references = dict.fromkeys(filter(None, item.example.references))
         prompt = replace(item.prompt, text=item.thought.text) if item.thought else item.prompt
-        return [answer_ids(reference, prompt, self.tokenizer)[: item.answer_tokens] for reference in references]
+        return [
+            answer_ids(reference, prompt, self.tokenizer)[: item.answer_tokens]
+            for reference in references
+        ]
 
-    def measure(self, cache: KVCache, question: Sequence[int], reference: Sequence[int]) -> float | None:
+    def measure(
+        self, cache: KVCache, question: Sequence[int], reference: Sequence[int]
+    ) -> float | None:
         """Return the mean negative log-likelihood, in nats per token, of the tokens of `reference`
         that decode steps predicted; None if there is none.
 
@@ -46,7 +51,9 @@ class Likelihood:
         """
         fed, costs = [*question, *reference], list[float]()
         for place, token in enumerate(fed[:-1]):
-            logits = self.engine.decode(torch.tensor([[token]], device=self.engine.model.device), cache, None)
+            logits = self.engine.decode(
+                torch.tensor([[token]], device=self.engine.model.device), cache, None
+            )
             if place + 1 >= len(question):
                 costs.append(-logits[0].float().log_softmax(-1)[fed[place + 1]].item())
         return fmean(costs) if costs else None

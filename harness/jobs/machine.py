@@ -13,7 +13,9 @@ from harness.models.devices import check_device
 from harness.results.files import unwritable
 from methods.tiers.tier import DEVICE, HOST
 
-MEMINFO, CGROUPS, OWN_CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+MEMINFO = Path("/proc/meminfo")
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def check_machine(settings: Settings) -> None:
@@ -21,11 +23,15 @@ def check_machine(settings: Settings) -> None:
     of results cannot be written."""
     cpus, root = os.cpu_count() or 1, settings.results.root
     if settings.threads is not None and settings.threads > cpus:
-        raise SettingsError(f"threads={settings.threads} is too many: choose at most {cpus}, the CPUs of this machine.")
+        raise SettingsError(
+            f"threads={settings.threads} is too many: choose at most {cpus}, the CPUs of this machine."
+        )
     if settings.device != "auto":
         check_device(settings.device)
     if why := unwritable(Path(root)):
-        raise SettingsError(f"results.root={root} cannot be written, for {why}: choose another folder.")
+        raise SettingsError(
+            f"results.root={root} cannot be written, for {why}: choose another folder."
+        )
 
 
 def free_here(device: str, *, spread: bool = False) -> tuple[int | None, int | None]:
@@ -47,7 +53,9 @@ def free_bytes(device: str) -> int | None:
 
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-    available = [int(line.split()[1]) * 1024 for line in _lines(MEMINFO) if line.startswith("MemAvailable:")]
+    available = [
+        int(line.split()[1]) * 1024 for line in _lines(MEMINFO) if line.startswith("MemAvailable:")
+    ]
     return min((*available, *_room_in_groups()), default=None)
 
 
@@ -56,15 +64,23 @@ def _room_in_groups() -> Iterator[int]:
     Cached file pages count as free, because the system takes them back when needed."""
     for line in _lines(OWN_CGROUP):
         _, controllers, path = line.split(":", 2)
-        names = {"": ("memory.max", "memory.current"), "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
+        names = {
+            "": ("memory.max", "memory.current"),
+            "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        }
         if controllers not in names:
             continue
         own = CGROUPS / controllers / path.lstrip("/")
         for folder in (own, *own.parents):
             limit, used = ("".join(_lines(folder / name)) for name in names[controllers])
-            if folder.is_relative_to(CGROUPS) and limit.isdigit() and used.isdigit():  # "max": no limit
+            # "max": no limit
+            if folder.is_relative_to(CGROUPS) and limit.isdigit() and used.isdigit():
                 kept = dict(line.split() for line in _lines(folder / "memory.stat"))
-                yield int(limit) - int(used) + int(kept.get("total_inactive_file") or kept.get("inactive_file") or 0)
+                yield (
+                    int(limit)
+                    - int(used)
+                    + int(kept.get("total_inactive_file") or kept.get("inactive_file") or 0)
+                )
 
 
 def _lines(path: Path) -> list[str]:
@@ -81,7 +97,9 @@ def refuse(need: MemoryForecast, settings: Settings, free: tuple[int | None, int
         raise SettingsError(reason)
 
 
-def refusal(need: MemoryForecast, settings: Settings, free: int | None, free_host: int | None = None) -> str | None:
+def refusal(
+    need: MemoryForecast, settings: Settings, free: int | None, free_host: int | None = None
+) -> str | None:
     """Return a sentence that says why `need` does not fit into `free` bytes of the device and
     `free_host` bytes of the host, and which settings would help; None if it fits, or if the free
     bytes are unknown."""
@@ -89,7 +107,10 @@ def refusal(need: MemoryForecast, settings: Settings, free: int | None, free_hos
     if tier is None:
         return None
     if tier == HOST:
-        helps = {"placement=disk": settings.placement == HOST, "a smaller store.host": settings.history == "store"}
+        helps = {
+            "placement=disk": settings.placement == HOST,
+            "a smaller store.host": settings.history == "store",
+        }
         needs, there = f"{size(need.host)} of host memory beside {settings.device}", free_host
     else:
         halves = settings.dtype == "fp32"
@@ -97,10 +118,16 @@ def refusal(need: MemoryForecast, settings: Settings, free: int | None, free_hos
         helps = {
             f"dtype=bf16 ({size(need.total // 2)})": halves,
             "a smaller model": need.weights // (1 + halves) > (free or 0),
-            "shared_prefill=false, which holds one cache at a time": fits and settings.shared_prefill,
-            "placement=host": fits and settings.batch > 1 and settings.device != "cpu" and settings.placement == DEVICE,
+            "shared_prefill=false, which holds one cache at a time": fits
+            and settings.shared_prefill,
+            "placement=host": fits
+            and settings.batch > 1
+            and settings.device != "cpu"
+            and settings.placement == DEVICE,
             "a smaller store": fits and settings.history == "store",
-            "prefill_chunk=2048": fits and settings.prefill_chunk is None and need.activations > need.kv,
+            "prefill_chunk=2048": fits
+            and settings.prefill_chunk is None
+            and need.activations > need.kv,
         }
         needs, there = f"{need} in {settings.dtype}", free
     if tier == HOST or fits:

@@ -70,9 +70,16 @@ class MemoryForecast:
         return self.weights + self.kv + self.activations + self.margin
 
     def __str__(self) -> str:
-        parts = {"weights": self.weights, "KV cache": self.kv, "activations": self.activations, "margin": self.margin}
+        parts = {
+            "weights": self.weights,
+            "KV cache": self.kv,
+            "activations": self.activations,
+            "margin": self.margin,
+        }
         named = ", ".join(f"{name} {size(part)}" for name, part in parts.items() if part)
-        return f"{size(self.total)} ({named})" + (f" and {size(self.host)} of host memory" if self.host else "")
+        return f"{size(self.total)} ({named})" + (
+            f" and {size(self.host)} of host memory" if self.host else ""
+        )
 
 
 def needed(
@@ -95,13 +102,16 @@ def needed(
         known = {key: cache_bytes(spec, info, item) for key, item in distinct.items()}
         caches.append([known[id(item)] for item in running])
     peaks = _own_peaks(caches[0], settings, states)
-    if settings.shared_prefill:  # nothing is sealed before the whole prompt is prefilled, for all jobs
+    # nothing is sealed before the whole prompt is prefilled, for all jobs
+    if settings.shared_prefill:
         peaks = [(sum(cache.filled for of_job in caches for cache in of_job), states)]
     kv, activations = max(peaks, key=sum)
     more = stored_bytes(info, settings, items) * len(specs)
     if settings.shared_prefill or any(spec.settings.fidelity for spec in specs):
-        more += full_bytes(info, settings, items)  # of Full's own cache, which fills the others or is compared with
-    if _captured(settings) and _by_blocks(info):  # cos and sin of all positions, where steps take theirs
+        # of Full's own cache, which fills the others or is compared with
+        more += full_bytes(info, settings, items)
+    # cos and sin of all positions, where steps take theirs
+    if _captured(settings) and _by_blocks(info):
         more += table_bytes(info.trained_window, info.rotary_dim, DTYPE_BYTES[settings.dtype])
     host = max(sum(cache.host for cache in of_job) for of_job in caches)
     if settings.device != "cpu":
@@ -114,7 +124,12 @@ def needed(
 
 
 def needed_by(
-    info: ModelInfo, cache_spec: CacheSpec, item: PreparedExample, count: int, *, loaded: bool = False
+    info: ModelInfo,
+    cache_spec: CacheSpec,
+    item: PreparedExample,
+    count: int,
+    *,
+    loaded: bool = False,
 ) -> MemoryForecast:
     """Forecast the peak bytes of `count` sequences like `item` that run together. `loaded`: the
     weights are in memory already and are not counted."""
@@ -137,7 +152,9 @@ def largest_batch(
     def ended(count: int) -> str | None:
         return lacking(needed_by(info, cache_spec, item, count, loaded=loaded), free, free_host)
 
-    most = bisect_left(range(1, MOST_SEQUENCES + 1), True, key=lambda count: ended(count) is not None)
+    most = bisect_left(
+        range(1, MOST_SEQUENCES + 1), True, key=lambda count: ended(count) is not None
+    )
     return most, ended(most + 1) or DEVICE
 
 
@@ -167,13 +184,17 @@ def sealed_cost(cache_spec: CacheSpec, info: ModelInfo, items: Sequence[Prepared
     return total
 
 
-def conversation_bytes(info: ModelInfo, settings: Settings, items: Iterable[PreparedExample]) -> int:
+def conversation_bytes(
+    info: ModelInfo, settings: Settings, items: Iterable[PreparedExample]
+) -> int:
     """Return the bytes of the keys and values of all examples with several turns, whose caches are
     kept between turns."""
     return sum(info.kv_bytes(settings.dtype, item.room) for item in items if item.further)
 
 
-def stored_bytes(info: ModelInfo, settings: Settings, items: Sequence[PreparedExample], *, host: bool = False) -> int:
+def stored_bytes(
+    info: ModelInfo, settings: Settings, items: Sequence[PreparedExample], *, host: bool = False
+) -> int:
     """Return the most bytes of memory that the store of conversations (history=store) takes: on a
     CPU run those of its host tier, or with `host` those that it pins in host memory beside a
     GPU."""
@@ -192,7 +213,11 @@ def _longest(items: Sequence[PreparedExample], count: int) -> list[PreparedExamp
 
 def _sliding_bytes(info: ModelInfo, settings: Settings, item: PreparedExample) -> int:
     """Return the bytes that sliding-window layers hold, which no method serves."""
-    return info.kv_bytes(settings.dtype, item.room, slide=True) if info.num_whole_layers < info.num_layers else 0
+    return (
+        info.kv_bytes(settings.dtype, item.room, slide=True)
+        if info.num_whole_layers < info.num_layers
+        else 0
+    )
 
 
 class CacheBytes(NamedTuple):
@@ -204,7 +229,8 @@ class CacheBytes(NamedTuple):
     host: int  # beside a GPU
     arriving: int  # on the device, of a layer whose rows come while others compute
     read: int  # on the device, of the layer that attends
-    gathered: int  # in host memory, of chosen rows that are collected there before they go to the device
+    # in host memory, of chosen rows that are collected there before they go to the device
+    gathered: int
     widest: int  # keys and values of the largest layer that a method with a budget seals
 
 
@@ -222,8 +248,13 @@ def cache_bytes(cache_spec: CacheSpec, info: ModelInfo, item: PreparedExample) -
     growth = [max(case.dense_bytes - size, 0) for case, size in zip(cases, sealed, strict=True)]
     early = settings.placement != DEVICE and _by_blocks(info) and not settings.shared_prefill
     held = sum(sealed) + _sliding_bytes(info, settings, item)
-    moved = [_in_step(settings, case, cost.moved_bytes_per_step) for case, cost in zip(cases, costs, strict=True)]
-    chosen = [size for size, cost in zip(moved, costs, strict=True) if size < sum(cost.away.values())]
+    moved = [
+        _in_step(settings, case, cost.moved_bytes_per_step)
+        for case, cost in zip(cases, costs, strict=True)
+    ]
+    chosen = [
+        size for size, cost in zip(moved, costs, strict=True) if size < sum(cost.away.values())
+    ]
     read = max(moved)
     if on_cpu and not in_files and not _steps_together(settings):
         read = 0  # rows of the host tier are read where they lie
@@ -275,7 +306,9 @@ def _pinned(cache_spec: CacheSpec, info: ModelInfo, item: PreparedExample) -> in
         return 0
 
 
-def _own_peaks(caches: Sequence[CacheBytes], settings: Settings, states: int) -> list[tuple[int, int]]:
+def _own_peaks(
+    caches: Sequence[CacheBytes], settings: Settings, states: int
+) -> list[tuple[int, int]]:
     """Return the candidates for the peak of a run that shares no prefill, in bytes of caches and of
     hidden states (`states`): the prompt of the last example of the batch comes while the caches of
     the others are there, or all take a decode step."""
@@ -304,7 +337,9 @@ def _stepping(caches: Sequence[CacheBytes], settings: Settings) -> int:
 def _steps_together(settings: Settings) -> bool:
     """Return True if the sequences of a batch attend in one call per layer, as far as their method
     allows it. With graphs=on this is so for a single sequence, too."""
-    return (settings.batch > 1 or settings.graphs == "on") and not TIERS[settings.placement].in_files
+    return (settings.batch > 1 or settings.graphs == "on") and not TIERS[
+        settings.placement
+    ].in_files
 
 
 def _captured(settings: Settings) -> bool:
@@ -329,7 +364,10 @@ def _by_blocks(info: ModelInfo) -> bool:
     transformers' own forward does."""
     known = ARCHITECTURES.get(info.architecture)
     return (
-        known is not None and known.by_blocks and not info.spread and (info.quantised is None or info.quantised.plain)
+        known is not None
+        and known.by_blocks
+        and not info.spread
+        and (info.quantised is None or info.quantised.plain)
     )
 
 
@@ -338,12 +376,20 @@ def _states(info: ModelInfo, cache_spec: CacheSpec, prompt: int) -> int:
     If the model runs layer by layer, the states of all chunks are held at once; otherwise those of
     one chunk. What a method reads again before the seal comes as one chunk."""
     settings, repeat = cache_spec.settings, ability(cache_spec.method, Repeat)
-    rows = max(min(prompt, settings.prefill_chunk or prompt), 0 if repeat is None else repeat.tokens(prompt))
+    rows = max(
+        min(prompt, settings.prefill_chunk or prompt),
+        0 if repeat is None else repeat.tokens(prompt),
+    )
     waiting = max(prompt - rows, 0) if _by_blocks(info) else 0
-    hidden, heads, groups = info.hidden_size, info.num_heads * info.head_dim, info.num_kv_heads * info.head_dim
+    hidden = info.hidden_size
+    heads = info.num_heads * info.head_dim
+    groups = info.num_kv_heads * info.head_dim
     # in attention the residual, its norm, queries, keys, values and what they attend to live together; around the MLP
     # two residuals and what was attended to
-    in_layer = max(rows * 2 * (hidden + heads + groups), rows * (2 * hidden + heads) + _in_mlp(info, settings, rows))
+    in_layer = max(
+        rows * 2 * (hidden + heads + groups),
+        rows * (2 * hidden + heads) + _in_mlp(info, settings, rows),
+    )
     kinds = 2 if info.still_layers else 1  # of layers that rotate alike
     angles, number = 2 * kinds * info.rotary_dim * (rows + waiting), DTYPE_BYTES[settings.dtype]
     return (in_layer + waiting * hidden + angles) * number
@@ -357,7 +403,9 @@ def _in_mlp(info: ModelInfo, settings: Settings, rows: int) -> int:
     hidden, inner = info.hidden_size, info.inner_size
     if info.chosen_experts:
         outputs, within = (5, 9) if info.sink_logits else (4, 4)
-        return rows * (hidden + info.chosen_experts * max(outputs * hidden, hidden + within * inner))
+        return rows * (
+            hidden + info.chosen_experts * max(outputs * hidden, hidden + within * inner)
+        )
     if not _by_blocks(info):
         return rows * (hidden + 3 * inner)
     at_once = TOKENS_AT_ONCE["cpu" if settings.device == "cpu" else "cuda"]

@@ -37,7 +37,8 @@ COPY = "a copy in fp32"
 # all along may go to other experts: weights of 16 bits give ties.
 ROUNDING = {"fp32": 1e-3, COPY: 0.01, "fp16": 0.03, "bf16": 0.1}
 COPY_BYTES = 6  # per parameter: free memory that a copy in fp32, and its computation, may take
-SELF = 2  # and times as much as they differ between two ways in which transformers computes the model
+# and times as much as they differ between two ways in which transformers computes the model
+SELF = 2
 
 _known: dict[str, dict[str, Any]] = {}  # the outcomes of this process, by key
 
@@ -50,7 +51,13 @@ def check_against_generate(loaded: LoadedModel, prompt: Sequence[int]) -> dict[s
         return None
     kind, dtype = type(loaded.model).__name__, _dtype(loaded)
     versions = {name: version(name) for name in ("torch", "transformers")}
-    own = {"class": kind, "model": loaded.name, "revision": loaded.revision, "dtype": dtype, "core": CORE_VERSION}
+    own = {
+        "class": kind,
+        "model": loaded.name,
+        "revision": loaded.revision,
+        "dtype": dtype,
+        "core": CORE_VERSION,
+    }
     own |= versions | {
         "device": loaded.model.device.type,
         "rope": getattr(loaded.model.config, "rope_parameters", None),
@@ -84,7 +91,11 @@ def _has_room_for_fp32(model: Any) -> bool:
     """Return True if a model computes in 16 bits, with plain weights on one device that has room for a
     copy of them in fp32."""
     weights = list(model.parameters())
-    if model.dtype == torch.float32 or getattr(model, "is_quantized", False) or len({x.device for x in weights}) > 1:
+    if (
+        model.dtype == torch.float32
+        or getattr(model, "is_quantized", False)
+        or len({x.device for x in weights}) > 1
+    ):
         return False
     free = free_bytes(str(model.device))
     return free is not None and COPY_BYTES * sum(weight.numel() for weight in weights) <= free
@@ -98,14 +109,24 @@ def _compared(loaded: LoadedModel, prompt: Sequence[int], dtype: str) -> dict[st
     ours = _of_engine(loaded.model, ids, answer)
     spread = (theirs - theirs.mean(-1, keepdim=True)).norm()
     difference, noise = (
-        float((other - theirs).norm() / spread) for other in (ours, _in_one_forward(loaded.model, ids, answer))
+        float((other - theirs).norm() / spread)
+        for other in (ours, _in_one_forward(loaded.model, ids, answer))
     )
     most = max(ROUNDING[dtype], SELF * noise)
     if difference <= most:
-        return {"tokens": ids.shape[1], "new_tokens": len(theirs), "difference": difference, "rounding": noise}
+        return {
+            "tokens": ids.shape[1],
+            "new_tokens": len(theirs),
+            "difference": difference,
+            "rounding": noise,
+        }
     chosen, best = ours.argmax(-1).tolist(), theirs.argmax(-1).tolist()
     others = [at for at, token in enumerate(chosen) if token != best[at]]
-    at = f"; token {others[0] + 1} is {chosen[others[0]]} here and {best[others[0]]} there" if others else ""
+    at = (
+        f"; token {others[0] + 1} is {chosen[others[0]]} here and {best[others[0]]} there"
+        if others
+        else ""
+    )
     raise ModelError(
         f"{loaded.name} ({type(loaded.model).__name__}) is not computed here as model.generate computes it: on "
         f"{ids.shape[1]} tokens of the first prompt and {len(theirs)} new ones the logits differ by "
@@ -116,7 +137,8 @@ def _compared(loaded: LoadedModel, prompt: Sequence[int], dtype: str) -> dict[st
 def _of_generate(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the logits [N V] and the N tokens that `generate` answers ids [1 S] with."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of settings for drawn tokens in the model's generation config
+        # of settings for drawn tokens in the model's generation config
+        warnings.simplefilter("ignore")
         output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),

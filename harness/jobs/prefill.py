@@ -37,7 +37,8 @@ class Usage:
         self.device = device
         self.backends: dict[str, list[str]] = {}
         self.host_bytes: int | None = None  # the most resident memory of the process
-        self.device_bytes: int | None = None  # the most that torch had allocated on CUDA devices; null on the CPU
+        # the most that torch had allocated on CUDA devices; null on the CPU
+        self.device_bytes: int | None = None
 
     def __enter__(self) -> Self:
         ops.forget_used()
@@ -96,7 +97,10 @@ class _Front(KVCache):
     caches of the other methods (`followers`)."""
 
     def __init__(
-        self, layers: Sequence[KVLayer], state: CacheState, followers: Sequence[tuple[KVCache, Absorb]]
+        self,
+        layers: Sequence[KVLayer],
+        state: CacheState,
+        followers: Sequence[tuple[KVCache, Absorb]],
     ) -> None:
         super().__init__(layers, state)
         self.followers = followers
@@ -119,7 +123,9 @@ class SharedPrefill:
 
     def __init__(self, engine: Engine, prompts: Tensor, new_tokens: int) -> None:
         self.engine, self.prompts, self.new_tokens = engine, prompts, new_tokens
-        request = engine.attachment.request(capacity=prompts.shape[1] + new_tokens, batch=len(prompts))
+        request = engine.attachment.request(
+            capacity=prompts.shape[1] + new_tokens, batch=len(prompts)
+        )
         self.state = CacheState(replace(request, budget=None, placement=DEVICE, codec=None))
         self.layers = reference_layers(engine.attachment.model_specs, self.state)
         self.followers: list[tuple[KVCache, Absorb]] = []

@@ -30,7 +30,8 @@ from harness.results.records import RecordError, StoreError
 from kernels.dispatch import BackendError
 from methods.layers.returned import ReturnedError
 
-Ending = Callable[[PreparedExample], dict[str, Any]]  # how tokens are picked for a turn, and when it stops
+# how tokens are picked for a turn, and when it stops
+Ending = Callable[[PreparedExample], dict[str, Any]]
 
 
 @dataclass
@@ -42,8 +43,10 @@ class Transcript:
     prefill: Usage
     decode: Usage
     turns: list[Generation] = field(default_factory=list)
-    histories: list[dict[str, Any]] = field(default_factory=list)  # of each turn: what is known of its history, by key
-    choices: list[Generation] = field(default_factory=list)  # where texts were fed behind the prompt: of each
+    # of each turn: what is known of its history, by key
+    histories: list[dict[str, Any]] = field(default_factory=list)
+    # where texts were fed behind the prompt: of each
+    choices: list[Generation] = field(default_factory=list)
     prefilled_by: str | None = None  # id of the example whose prefill and seal it used
 
     @property
@@ -157,7 +160,8 @@ class ContextSession:
         self._first, self._several = items[0].example.id, len(items) > 1
         self._shared: SealedContext | None = None  # once the first of several is asked
         self._turns = deque[PreparedExample]()  # of the example that is asked, those to come
-        self._unanswered: Snapshot | None = None  # the cache before the answer, where a given reply takes its place
+        # the cache before the answer, where a given reply takes its place
+        self._unanswered: Snapshot | None = None
         self.asked = items[0]  # the example that is asked, or was last
         self.talk: Talk
         self.transcript: Transcript
@@ -214,7 +218,9 @@ class ContextSession:
                 self._shared = SealedContext(ready.cache, ready.began)
             began = ready.began if self._shared is None else self._shared.begin()
             by_token, turns = self._context is not None, len(item.turns)
-            self.talk = self.histories.talk(item.example.id, ready.cache.capacity, turns, by_token=by_token)
+            self.talk = self.histories.talk(
+                item.example.id, ready.cache.capacity, turns, by_token=by_token
+            )
             self.talk.ask(item.prompt.ids, item.new_tokens)
             self.talk.begin(ready.cache)
             slot = self._join(batch, item, ready.logits, began)
@@ -241,7 +247,9 @@ class ContextSession:
         self.transcript.histories.append(talk.facts)
         return self._before_the_answer(slot, turn)
 
-    def _join(self, batch: RunningBatch, turn: PreparedExample, logits: Tensor | None, began: float) -> RunningSequence:
+    def _join(
+        self, batch: RunningBatch, turn: PreparedExample, logits: Tensor | None, began: float
+    ) -> RunningSequence:
         cache, unread = self.talk.found.cache, self._tensor(self.talk.unread)
         return batch.join(cache, logits, unread, began=began, **self.ending(turn))
 
@@ -257,13 +265,19 @@ class ContextSession:
             snapshot = Snapshot(slot.cache)
             if references:
                 before = (*self.talk.unread, *(turn.thought.empty if turn.thought else ()))
-                slot.out.measured["answer_nll"] = self._cost(slot.cache, before, references, snapshot)
+                slot.out.measured["answer_nll"] = self._cost(
+                    slot.cache, before, references, snapshot
+                )
             self._unanswered = snapshot if replaced else None
             wait_for(self.engine.model.device)
         return slot
 
     def _cost(
-        self, cache: KVCache, before: Sequence[int], references: Sequence[Sequence[int]], snapshot: Snapshot
+        self,
+        cache: KVCache,
+        before: Sequence[int],
+        references: Sequence[Sequence[int]],
+        snapshot: Snapshot,
     ) -> float | None:
         """Return the mean negative log-likelihood of the most likely of the right answers
         `references`, and put `cache` back to `snapshot`. `before`: tokens to feed first, of a

@@ -98,7 +98,9 @@ def resolve(wanted: Settings, given: Method, info: ModelInfo) -> Resolved:
 
 def refuse_graphs(settings: Settings, device: str) -> None:
     if settings.graphs == "on" and device == "cpu":
-        raise SettingsError("graphs=on captures CUDA graphs, and device=cpu has none: leave graphs out.")
+        raise SettingsError(
+            "graphs=on captures CUDA graphs, and device=cpu has none: leave graphs out."
+        )
 
 
 def _check_spread(settings: Settings, device: str) -> None:
@@ -106,10 +108,14 @@ def _check_spread(settings: Settings, device: str) -> None:
     GPUs."""
     key = "model.device_map=auto spreads the layers over all GPUs"
     if device != "cuda":
-        raise SettingsError(f"{key}, and device={device} is one device: set device=cuda, or model.device_map=null.")
+        raise SettingsError(
+            f"{key}, and device={device} is one device: set device=cuda, or model.device_map=null."
+        )
     for name, value in {"graphs": "on", "trace": "on", "history": "store"}.items():
         if getattr(settings, name) == value:
-            raise SettingsError(f"{key}, and {name}={value} works on one: leave {name} out, or the map.")
+            raise SettingsError(
+                f"{key}, and {name}={value} works on one: leave {name} out, or the map."
+            )
 
 
 def codec_of(settings: Settings) -> Codec | None:
@@ -132,9 +138,13 @@ def _budget(settings: Settings, method: Method, info: ModelInfo) -> Budget | Non
         row = info.kv_bytes(settings.dtype, 1) // info.num_layers
         asked = max(1, most_bytes // (row * len(specs)))
     assert asked is not None  # or the method would have been refused
-    plain = Budget(asked, tuple(settings.dense_layers), settings.budget_generated, settings.budget_mass)
+    plain = Budget(
+        asked, tuple(settings.dense_layers), settings.budget_generated, settings.budget_mass
+    )
     if settings.budget_rule == "paper":
-        return PaperBudget(plain.asked, plain.dense_layers, plain.generated, plain.mass, count=method.paper_tokens)
+        return PaperBudget(
+            plain.asked, plain.dense_layers, plain.generated, plain.mass, count=method.paper_tokens
+        )
     if settings.align == "tokens":
         return plain
     return AlignedBudget(
@@ -159,7 +169,10 @@ def _idle(settings: Settings, method: Method) -> Iterator[tuple[list[str], str]]
         yield OF_BUDGETS, "which uses no budget"
     else:
         windows = ("sinks", "recent_ratio")
-        yield [f"windows.{name}" for name in windows if name not in method.window_names], "which has no such windows"
+        yield (
+            [f"windows.{name}" for name in windows if name not in method.window_names],
+            "which has no such windows",
+        )
         if type(method).at_communication is Method.at_communication:
             yield ["comm"], "whose scoring moves nothing"
         if not paper_differs(method):
@@ -190,7 +203,11 @@ def _notes(wanted: Settings, method: Method) -> Iterator[str]:
     yield from chunked(wanted, method)
     for keys, why in _idle(wanted, method):
         asked = {key: attrgetter(key)(wanted) for key in sorted(keys)}
-        names = [key for key, value in asked.items() if value not in (NEUTRAL[key], attrgetter(key)(usual))]
+        names = [
+            key
+            for key, value in asked.items()
+            if value not in (NEUTRAL[key], attrgetter(key)(usual))
+        ]
         if names:
             verb = "changes" if len(names) == 1 else "change"
             yield f"{' and '.join(names)} {verb} nothing for {type(method).__name__}, {why}"
@@ -208,7 +225,9 @@ def _check_method(settings: Settings, method: Method, info: ModelInfo) -> None:
             "less."
         )
     if method.calibration_tokens > MOST:
-        raise SettingsError(f"method.calibration_tokens={method.calibration_tokens} is too many: set at most {MOST}.")
+        raise SettingsError(
+            f"method.calibration_tokens={method.calibration_tokens} is too many: set at most {MOST}."
+        )
     with plugins.naming("method", plugins.describe(method)):
         method.check_model(shapes(info)[0])
     check_layers("dense_layers", settings.dense_layers, info.num_whole_layers)
@@ -222,20 +241,28 @@ def _check_method(settings: Settings, method: Method, info: ModelInfo) -> None:
         raise SettingsError(f"store.folder={folder} cannot be used: {why}; name another folder.")
 
 
-def resolve_for_examples(resolved: Resolved, task: Task, prompts: Prompts, info: ModelInfo) -> Settings:
+def resolve_for_examples(
+    resolved: Resolved, task: Task, prompts: Prompts, info: ModelInfo
+) -> Settings:
     """Return the settings that apply to these prompts, and print which settings change nothing for
     them. Raise `SettingsError` for settings that do not suit the examples."""
     settings, method, items = resolved.settings, resolved.method, prompts.items
     for note in _notes_here(settings, task, items):
         say_once(note)
     if not KeptCodec.refusal(method) and not method.uses_budget and settings.codec is None:
-        say_once(f"{type(method).__name__} reads and keeps all as Full does without a codec: set codec=tq4 or another")
+        say_once(
+            f"{type(method).__name__} reads and keeps all as Full does without a codec: set codec=tq4 or another"
+        )
     limit = settings.generation.max_new_tokens
     turns = [turn for item in items for turn in item.turns]
-    if limit is not None and all(turn.example.max_new_tokens == limit and not turn.given for turn in turns):
+    if limit is not None and all(
+        turn.example.max_new_tokens == limit and not turn.given for turn in turns
+    ):
         settings = replace(settings, generation=replace(settings.generation, max_new_tokens=None))
     if settings.too_long != Settings.too_long and not prompts.any_too_long:
-        say_once(f"too_long={settings.too_long} changes nothing here: every example fits the model's window")
+        say_once(
+            f"too_long={settings.too_long} changes nothing here: every example fits the model's window"
+        )
         settings = replace(settings, too_long=Settings.too_long)
     if settings.thinks and not any(turn.thought for turn in turns):
         settings = replace(settings, thinking=Settings.thinking)  # the note is said
@@ -253,19 +280,26 @@ def resolve_for_examples(resolved: Resolved, task: Task, prompts: Prompts, info:
             for length in sorted({item.sealed(settings.protocol)[0] for item in items}):
                 budget.refuse(length)
         refuse(method, abilities_of(settings, budget))
-        method.check(budget, next((x for x in range(info.num_whole_layers) if x not in budget.dense_layers), 0))
+        method.check(
+            budget,
+            next((x for x in range(info.num_whole_layers) if x not in budget.dense_layers), 0),
+        )
         if (repeat := ability(method, Repeat)) is not None:
             longest = max(item.sealed(settings.protocol)[0] for item in items)
             _refuse_repetition(method, budget, longest, repeat.tokens(longest), info)
     return settings
 
 
-def _refuse_repetition(method: Method, budget: Budget, longest: int, needed: int, info: ModelInfo) -> None:
+def _refuse_repetition(
+    method: Method, budget: Budget, longest: int, needed: int, info: ModelInfo
+) -> None:
     """Raise `SettingsError` if the model, to repeat its prompt of `longest` tokens (`Repeat`), `needed`
     at a time, would read beyond its window."""
     most = limit(max(info.window, info.trained_window), info.layer_windows)
     layers = range(info.num_whole_layers)
-    if longest + needed > most and not all(method.reads_all(longest, budget.tokens(longest, x)) for x in layers):
+    if longest + needed > most and not all(
+        method.reads_all(longest, budget.tokens(longest, x)) for x in layers
+    ):
         raise SettingsError(
             f"{type(method).__name__} repeats its prompt, and {longest} tokens with the {needed} that are read again "
             f"at a time go beyond the model's window of {most}: set a smaller method.chunk, or shorten the prompts."
@@ -289,23 +323,31 @@ def _notes_here(settings: Settings, task: Task, items: Sequence[PreparedExample]
         yield "template_kwargs changes nothing here: no prompt of this task is wrapped in the chat template"
     if settings.thinks and not any(turn.thought for turn in turns):
         yield f"thinking={settings.thinking} changes nothing here: this task has no prompt wrapped in the chat template"
-    if settings.protocol == "context" and all(turn.prompt.split == len(turn.prompt.ids) for turn in turns):
+    if settings.protocol == "context" and all(
+        turn.prompt.split == len(turn.prompt.ids) for turn in turns
+    ):
         yield "protocol=context changes nothing here: no question follows a context"
 
 
-def _conversations(settings: Settings, task: Task, items: Sequence[PreparedExample], info: ModelInfo) -> Settings:
+def _conversations(
+    settings: Settings, task: Task, items: Sequence[PreparedExample], info: ModelInfo
+) -> Settings:
     """Return the settings without `history` and `overflow` if no example has a second turn, and
     without `overflow` if every conversation fits into the window. Raise `SettingsError` for
     settings that do not suit conversations."""
     history, window, store = settings.history, settings.overflow.window, settings.store
     if window is None and task.fills is not None:
-        raise SettingsError(f"This task overflows a window of {task.fills} tokens: set overflow.window={task.fills}.")
+        raise SettingsError(
+            f"This task overflows a window of {task.fills} tokens: set overflow.window={task.fills}."
+        )
     if not any(item.further for item in items):
         if history != "device_prefix":
             say_once(f"history={history} changes nothing here: no example has a second turn")
         if window is not None:
             say_once("overflow changes nothing here: no example has a second turn")
-        return replace(settings, history="device_prefix", store=StoreSettings(), overflow=OverflowSettings())
+        return replace(
+            settings, history="device_prefix", store=StoreSettings(), overflow=OverflowSettings()
+        )
     if settings.fidelity:
         raise SettingsError(
             f"fidelity={settings.fidelity} follows one turn, and this task's examples have several: set fidelity=0."
@@ -323,7 +365,9 @@ def _conversations(settings: Settings, task: Task, items: Sequence[PreparedExamp
                 f"overflow.window={least} or more."
             )
         if window > info.limit:
-            raise SettingsError(f"overflow.window={window} is more than the model takes: set at most {info.limit}.")
+            raise SettingsError(
+                f"overflow.window={window} is more than the model takes: set at most {info.limit}."
+            )
         if all(sum(turn.tokens for turn in item.turns) <= window for item in items):
             say_once(f"overflow.window={window} changes nothing here: every conversation fits")
             settings = replace(settings, overflow=OverflowSettings())

@@ -116,7 +116,9 @@ class Runner:
             graphs=CudaGraphs(self.device) if settings.graphs == "on" else None,
         )
         self._closing.callback(attachment.close)
-        self.likelihood = Likelihood(self.engine, loaded.tokenizer) if settings.measures_likelihood else None
+        self.likelihood = (
+            Likelihood(self.engine, loaded.tokenizer) if settings.measures_likelihood else None
+        )
         self._backends: dict[str, set[str]] = {}
         if settings.trace == "on":
             self.engine.tracer = Tracer(self.device)
@@ -139,7 +141,9 @@ class Runner:
         tracer, self.engine.tracer = self.engine.tracer, None
         by_length = sorted(pending, key=lambda item: (not item.further, len(item.prompt.ids)))
         kept = in_memory(self.settings, self.engine.attachment)
-        for _ in self.answers([_shortened(item) for item in by_length[: self.settings.warmup]], kept=kept):
+        for _ in self.answers(
+            [_shortened(item) for item in by_length[: self.settings.warmup]], kept=kept
+        ):
             pass
         self.engine.tracer = tracer
 
@@ -169,7 +173,11 @@ class Runner:
         gives one transcript per choice, because each choice runs as an example of its own
         (`PreparedExample.parts`)."""
         shared = self.settings.questions == "shared"
-        groups = by_context(items, self.engine.attachment.stage) if shared else ([item] for item in items)
+        groups = (
+            by_context(items, self.engine.attachment.stage)
+            if shared
+            else ([item] for item in items)
+        )
         side = SideBySide(
             RunningBatch(self.engine),
             self.settings.batch,
@@ -278,7 +286,9 @@ class Runner:
     def notes(self) -> dict[str, Any]:
         """The entries of run.json that say how the engine has run so far: why our own forward or
         captured steps were not used, and which backends ran."""
-        uncaptured = "graphs=off" if self.device.type == "cuda" and self.settings.graphs == "off" else None
+        uncaptured = (
+            "graphs=off" if self.device.type == "cuda" and self.settings.graphs == "off" else None
+        )
         return {
             "own_forward": self.engine.plain_reason,
             "plain_steps": self.engine.plain_steps or uncaptured,
@@ -329,8 +339,14 @@ class Runner:
 
     def _rule(self, item: PreparedExample) -> StopRule | ThoughtfulAnswer:
         example = item.example
-        rule = StopRule(self.loaded.tokenizer, self.loaded.eos_ids, example.stop, example.min_new_tokens)
-        return rule if item.thought is None else ThoughtfulAnswer(item.thought, rule, item.answer_tokens)
+        rule = StopRule(
+            self.loaded.tokenizer, self.loaded.eos_ids, example.stop, example.min_new_tokens
+        )
+        return (
+            rule
+            if item.thought is None
+            else ThoughtfulAnswer(item.thought, rule, item.answer_tokens)
+        )
 
     def record(self, transcript: Transcript) -> Record:
         item, replies = transcript.item, list(self._replies(transcript))
@@ -407,7 +423,8 @@ def _joined(item: PreparedExample, parts: Sequence[Transcript]) -> Transcript:
     for other in others:
         first.decode.add(other.decode)
     summed = {
-        name: sum(getattr(generation, name) for generation in generations) for name in ("share_s", "decode_share_s")
+        name: sum(getattr(generation, name) for generation in generations)
+        for name in ("share_s", "decode_share_s")
     }
     return replace(first, item=item, turns=[replace(generations[0], **summed)], choices=generations)
 
@@ -415,6 +432,14 @@ def _joined(item: PreparedExample, parts: Sequence[Transcript]) -> Transcript:
 def _shortened(item: PreparedExample) -> PreparedExample:
     """Return the example cut down for a warm-up: at most two turns, a few tokens per answer, and no
     thought."""
-    turns = [replace(turn, new_tokens=min(turn.new_tokens, WARMUP_TOKENS)) for turn in item.turns[:2]]
+    turns = [
+        replace(turn, new_tokens=min(turn.new_tokens, WARMUP_TOKENS)) for turn in item.turns[:2]
+    ]
     choices = tuple(choice[:WARMUP_TOKENS] for choice in item.choices)
-    return replace(item, new_tokens=turns[0].new_tokens, further=tuple(turns[1:]), choices=choices, thought=None)
+    return replace(
+        item,
+        new_tokens=turns[0].new_tokens,
+        further=tuple(turns[1:]),
+        choices=choices,
+        thought=None,
+    )

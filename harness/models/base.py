@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 
 Weights = Literal["embedded", "hub", "local", "random"]
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-WINDOW = "max_position_embeddings"  # transformers' name for the longest text that a model was trained with
-ORIGINAL = "original_max_position_embeddings"  # transformers' name for the window before its rotation was stretched
-STRETCHED = "stretched_window"  # our name in a config for the longest text for which `model.rope` changes the rotation
+# transformers' name for the longest text that a model was trained with
+WINDOW = "max_position_embeddings"
+# transformers' name for the window before its rotation was stretched
+ORIGINAL = "original_max_position_embeddings"
+# our name in a config for the longest text for which `model.rope` changes the rotation
+STRETCHED = "stretched_window"
 SLIDING, WHOLE = "sliding_attention", "full_attention"  # transformers' names for kinds of layers
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -34,7 +37,8 @@ class Architecture(NamedTuple):
     A class that has none runs, too, if its attention does what the engine computes
     (harness/models/probe.py), by its own forward and after a comparison with `generate`."""
 
-    by_blocks: bool  # its decoder layers are built as kernels/block.py describes, so engine/forward.py can run them
+    # its decoder layers are built as kernels/block.py describes, so engine/forward.py can run them
+    by_blocks: bool
     unlike: str = ""  # how its decoder layers differ from those
 
 
@@ -51,10 +55,13 @@ ARCHITECTURES = {
         by_blocks=False, unlike="it has norms after its sublayers as well, and a GELU MLP"
     ),
     "GlmForCausalLM": Architecture(by_blocks=True),
-    "Glm4ForCausalLM": Architecture(by_blocks=False, unlike="it has norms after its sublayers as well"),
+    "Glm4ForCausalLM": Architecture(
+        by_blocks=False, unlike="it has norms after its sublayers as well"
+    ),
     "GptOssForCausalLM": Architecture(by_blocks=False, unlike="its MLP is a mixture of experts"),
 }
-CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_k", "moe_topk")  # names in configs of the experts per token
+# names in configs of the experts per token
+CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_k", "moe_topk")
 
 
 class ModelError(ValueError):
@@ -64,7 +71,8 @@ class ModelError(ValueError):
 
 class Identity(NamedTuple):
     name: str
-    revision: str  # of what was loaded, not of what was asked for: commit hash, or hash of files or config
+    # of what was loaded, not of what was asked for: commit hash, or hash of files or config
+    revision: str
     weights: Weights
 
 
@@ -92,7 +100,8 @@ class ModelInfo:
     weights: Weights
     architecture: str
     window: int  # prompt + new tokens
-    trained_window: int  # the window in its config, or to which model.rope stretches it, whatever was asked for
+    # the window in its config, or to which model.rope stretches it, whatever was asked for
+    trained_window: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -108,7 +117,8 @@ class ModelInfo:
     sink_logits: bool  # whether its softmax has one more term per head (kernels/sink_logits.py)
     quantised: Quantised | None = None  # how its weights are quantised
     still_layers: tuple[int, ...] = ()  # layers that do not rotate keys and queries by position
-    stretch: float | None = None  # the factor by which model.rope lengthens the texts for which it rotates
+    # the factor by which model.rope lengthens the texts for which it rotates
+    stretch: float | None = None
     spread: bool = False  # whether its layers are spread over all GPUs
 
     @property
@@ -133,7 +143,11 @@ class ModelInfo:
         None."""
         if self.window <= self.trained_window:
             return None
-        reach = "to which model.rope stretches it" if self.stretch else "that its config says it was trained for"
+        reach = (
+            "to which model.rope stretches it"
+            if self.stretch
+            else "that its config says it was trained for"
+        )
         return f"model.window={self.window} goes beyond the {self.trained_window} tokens {reach}"
 
     @property
@@ -145,7 +159,9 @@ class ModelInfo:
     def weight_bytes(self, dtype: str) -> int:
         """Return the bytes of the weights in a run with this dtype, where quantised weights may stay
         packed."""
-        packed, nbytes = (self.quantised.packed, self.quantised.packed_bytes) if self.quantised else (0, 0)
+        packed, nbytes = (
+            (self.quantised.packed, self.quantised.packed_bytes) if self.quantised else (0, 0)
+        )
         return nbytes + (self.num_parameters - packed) * DTYPE_BYTES[dtype]
 
     def kv_bytes(self, dtype: str, tokens: int, *, slide: bool = False) -> int:
@@ -215,17 +231,25 @@ class ModelSource(ABC):
         tokenizer = self.tokenizer()
         logging: Any = transformers.utils.logging
         logging.disable_progress_bar()  # the harness draws its own
-        if ":" in place:  # kernels are launched and graphs captured on the current device, by default the first
+        # kernels are launched and graphs captured on the current device, by default the first
+        if ":" in place:
             torch.cuda.set_device(place)
         model = self.build(target, place)
         model.train(False).requires_grad_(False)
         if not is_listed(model):
             self.describe()  # which raises if the engine would compute it wrongly
-        for weight in model.parameters():  # at the start of a cache line, where they are read faster
-            if type(weight) is torch.nn.Parameter and weight.device.type == "cpu" and weight.data_ptr() % 64:
+        # at the start of a cache line, where they are read faster
+        for weight in model.parameters():
+            if (
+                type(weight) is torch.nn.Parameter
+                and weight.device.type == "cpu"
+                and weight.data_ptr() % 64
+            ):
                 weight.data = weight.data.clone()
         longest = limit(self.context_window(), sliding_windows(model.config))
-        return LoadedModel(model, tokenizer, name, revision, longest, eos_ids(model, tokenizer), weights)
+        return LoadedModel(
+            model, tokenizer, name, revision, longest, eos_ids(model, tokenizer), weights
+        )
 
 
 @cache
@@ -247,7 +271,8 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
     )
     packed = source.quantised(config, model)
     saved = str(config.dtype).removeprefix("torch.")
-    usual = "fp32" if packed is None else "bf16"  # transformers' default, and what quantised weights stand for
+    # transformers' default, and what quantised weights stand for
+    usual = "fp32" if packed is None else "bf16"
     window = source.context_window()
     return ModelInfo(
         *identity,
@@ -268,7 +293,9 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
         layer_windows=windows,
         sink_logits=any(hasattr(module, "sinks") for module in model.modules()),
         quantised=packed,
-        still_layers=tuple(i for i, turns in enumerate(getattr(config, "no_rope_layers", None) or ()) if not turns),
+        still_layers=tuple(
+            i for i, turns in enumerate(getattr(config, "no_rope_layers", None) or ()) if not turns
+        ),
         stretch=source.rope["factor"] if source.rope else None,
         spread=source.device_map is not None,
     )
@@ -278,7 +305,9 @@ def is_listed(model: PreTrainedModel) -> bool:
     """Return True if the class of a model is one of transformers' that is named in ARCHITECTURES,
     and no subclass of it, and its config does not let tokens see later ones."""
     kind, config = type(model), model.config
-    causal = getattr(config, "is_causal", True) and not getattr(config, "use_bidirectional_attention", False)
+    causal = getattr(config, "is_causal", True) and not getattr(
+        config, "use_bidirectional_attention", False
+    )
     return kind.__name__ in ARCHITECTURES and kind.__module__.startswith("transformers.") and causal
 
 
@@ -290,7 +319,9 @@ def probed(model: PreTrainedModel, name: str) -> Heads | None:
     try:
         return probe(model, sliding_windows(model.config))[0].heads
     except ProbeError as reason:
-        raise ModelError(f"{name} {reason}, which is not supported: choose another model.") from reason
+        raise ModelError(
+            f"{name} {reason}, which is not supported: choose another model."
+        ) from reason
 
 
 def no_window(name: str) -> ModelError:
@@ -324,7 +355,11 @@ def limit(window: int, layer_windows: Sequence[int | None]) -> int:
     """Return the most tokens, prompt and answer together, that a model is run with: its `window`.
     If every layer slides, it is the smallest of `layer_windows`: beyond it a method would have no
     layer that sees the whole text."""
-    return min(window, *(window if seen is None else seen for seen in layer_windows)) if all(layer_windows) else window
+    return (
+        min(window, *(window if seen is None else seen for seen in layer_windows))
+        if all(layer_windows)
+        else window
+    )
 
 
 def sliding_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
@@ -354,12 +389,23 @@ def full_rotation(config: PreTrainedConfig) -> dict[str, Any]:
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return every token id that ends an answer, from all places that name one: in many
     repositories they disagree, and a missing id lowers all scores."""
-    stated = [getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id]
-    ids = {i for entry in stated for i in (entry if isinstance(entry, list) else [entry]) if i is not None}
+    stated = [
+        getattr(model.generation_config, "eos_token_id", None),
+        model.config.eos_token_id,
+        tokenizer.eos_token_id,
+    ]
+    ids = {
+        i
+        for entry in stated
+        for i in (entry if isinstance(entry, list) else [entry])
+        if i is not None
+    }
     return tuple(sorted(ids | _end_of_turn(tokenizer)))
 
 
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase, keywords: Mapping[str, Any] | None = None) -> set[int]:
+def _end_of_turn(
+    tokenizer: PreTrainedTokenizerBase, keywords: Mapping[str, Any] | None = None
+) -> set[int]:
     """Return the special token with which the chat template closes the assistant's turn, if there
     is one. `keywords`: for the template (the setting template_kwargs)."""
     if not tokenizer.chat_template:
@@ -367,14 +413,20 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, keywords: Mapping[str, Any]
     turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
     try:
         text = str(tokenizer.apply_chat_template(turns, tokenize=False, **(keywords or {})))
-    except Exception:  # a template is a program and may raise anything; prompts that need it report the error
+    except Exception:
+        # a template is a program and may raise anything; prompts that need it report the error
         return set()
     first = tokenizer.encode(text.rpartition("Because.")[2].lstrip(), add_special_tokens=False)[:1]
-    return {i for i in first if (token := tokenizer.added_tokens_decoder.get(i)) is not None and token.special}
+    return {
+        i
+        for i in first
+        if (token := tokenizer.added_tokens_decoder.get(i)) is not None and token.special
+    }
 
 
 _Key = tuple[ModelSource, str, str, str]
-_loaded: dict[_Key, LoadedModel] = {}  # the model of the last run, which stays for the next one of a sweep
+# the model of the last run, which stays for the next one of a sweep
+_loaded: dict[_Key, LoadedModel] = {}
 
 
 def is_loaded(model: ModelSource, dtype: str, device: str) -> bool:
@@ -385,7 +437,9 @@ def is_loaded(model: ModelSource, dtype: str, device: str) -> bool:
     return bool(_loaded)
 
 
-def load(model: ModelSource, dtype: str, device: str, template_kwargs: Mapping[str, Any] | None = None) -> LoadedModel:
+def load(
+    model: ModelSource, dtype: str, device: str, template_kwargs: Mapping[str, Any] | None = None
+) -> LoadedModel:
     """Load a model, which stays loaded for the next run of a sweep; there are never two at once.
     With `template_kwargs` its chat template may close the assistant's turn with another token, which
     then ends an answer too."""
@@ -396,7 +450,10 @@ def load(model: ModelSource, dtype: str, device: str, template_kwargs: Mapping[s
     loaded = _loaded[key]
     if not template_kwargs:
         return loaded
-    return replace(loaded, eos_ids=tuple(sorted({*loaded.eos_ids, *_end_of_turn(loaded.tokenizer, template_kwargs)})))
+    return replace(
+        loaded,
+        eos_ids=tuple(sorted({*loaded.eos_ids, *_end_of_turn(loaded.tokenizer, template_kwargs)})),
+    )
 
 
 def _key(model: ModelSource, dtype: str, device: str) -> _Key:

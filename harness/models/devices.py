@@ -18,7 +18,8 @@ PREFILL_CHUNK = 8192  # tokens of a prompt that pass through a layer at once on 
 # Names of classes of methods whose steps on a GPU were measured to be faster with overlap=on. None was measured since
 # events order transfers and the model's work (methods/tiers/transfer.py).
 OVERLAP_HELPS: frozenset[str] = frozenset()
-_several: list[torch.device] = []  # those of the model that was attached last, if it lies on several GPUs
+# those of the model that was attached last, if it lies on several GPUs
+_several: list[torch.device] = []
 NODES = (Path("/dev/nvidia0"), Path("/dev/dxg"))  # device files of a GPU under Linux, and under WSL
 
 

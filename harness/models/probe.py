@@ -21,7 +21,10 @@ PASSED = {  # keywords that attention modules pass on and that the engine's atte
     "dropout", "scaling", "position_ids", "use_cache", "output_router_logits", "output_attentions",
     "sliding_window", "s_aux",
 }  # fmt: skip
-MEANINGS = {"softcap": "caps its attention logits", "is_causal": "says itself what its attention may see"}
+MEANINGS = {
+    "softcap": "caps its attention logits",
+    "is_causal": "says itself what its attention may see",
+}
 
 
 class ProbeError(ValueError):
@@ -64,7 +67,9 @@ class _Cache:
         self.is_sliding = [False] * layers
         self.updated: list[int] = []
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         self.updated.append(layer_idx)
         return key, value
 
@@ -92,7 +97,10 @@ def on_meta(config: PreTrainedConfig, make: Callable[..., Any]) -> PreTrainedMod
 
 
 def probe(
-    model: PreTrainedModel, windows: Sequence[int | None], token: int = 0, places: Sequence[int] = (0, 1, 2)
+    model: PreTrainedModel,
+    windows: Sequence[int | None],
+    token: int = 0,
+    places: Sequence[int] = (0, 1, 2),
 ) -> list[Call]:
     """Return what the attention of each layer does when `model` reads `token` at each of some
     positions, `places`. Raise `ProbeError` if the engine would compute the model wrongly.
@@ -103,7 +111,9 @@ def probe(
     calls, masks, cache = _noted(model, modules, token, places)
     if [call.module for call in calls] != modules:
         counted = f"{len(calls)} calls from {len(modules)} layers"
-        raise ProbeError(f"does not attend once per layer through transformers' attention interface ({counted})")
+        raise ProbeError(
+            f"does not attend once per layer through transformers' attention interface ({counted})"
+        )
     if cache.updated != list(range(len(modules))):
         raise ProbeError("has layers that share keys and values, or store none")
     for index, (call, window) in enumerate(zip(calls, windows, strict=True)):
@@ -114,7 +124,9 @@ def probe(
         sizes = ", ".join(f"{heads}/{groups} heads of {size}" for heads, groups, size in divided)
         raise ProbeError(f"divides the attention of its layers in several ways ({sizes})")
     if divided[0].num_heads != (stated := model.config.num_attention_heads):
-        raise ProbeError(f"has {divided[0].num_heads} query heads in each layer, and its config says {stated}")
+        raise ProbeError(
+            f"has {divided[0].num_heads} query heads in each layer, and its config says {stated}"
+        )
     return calls
 
 
@@ -133,7 +145,9 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     if not modules or None in modules:
         raise ProbeError("is not built of decoder layers that have a `self_attn` each, as Llama is")
     if not hasattr(decoder, "rotary_emb"):
-        raise ProbeError("places tokens in another way than by rotating keys (learned positions or ALiBi)")
+        raise ProbeError(
+            "places tokens in another way than by rotating keys (learned positions or ALiBi)"
+        )
     if getattr(model.config, "add_cross_attention", False):
         raise ProbeError("attends to the output of an encoder (cross attention)")
     return modules
@@ -155,10 +169,17 @@ def _noted(
     device = next(model.parameters()).device
 
     def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **keywords: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **keywords: Any,
     ) -> tuple[Tensor, None]:
         calls.append(Call(module, *given[-1], query, key, value, attention_mask, keywords))
-        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous(), None
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(
+            1, 2
+        ).contiguous(), None
 
     def mask(*_: Any, mask_function: Any = None, **__: Any) -> Tensor:
         standing = torch.empty(1, 1, len(places), len(places), device="meta", dtype=torch.bool)
@@ -167,14 +188,28 @@ def _noted(
 
     def before(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         rotation = keywords.get("position_embeddings")
-        if not (isinstance(rotation, tuple) and len(rotation) == 2 and all(map(torch.is_tensor, rotation))):
-            raise ProbeError(f"does not give its {type(module).__name__} cos and sin of the positions")
-        if keywords.get("past_key_values") is not cache or not (args or "hidden_states" in keywords):
-            raise ProbeError(f"does not give its {type(module).__name__} the cache and the states as Llama does")
-        given.append((keywords["hidden_states"] if "hidden_states" in keywords else args[0], rotation))
+        if not (
+            isinstance(rotation, tuple)
+            and len(rotation) == 2
+            and all(map(torch.is_tensor, rotation))
+        ):
+            raise ProbeError(
+                f"does not give its {type(module).__name__} cos and sin of the positions"
+            )
+        if keywords.get("past_key_values") is not cache or not (
+            args or "hidden_states" in keywords
+        ):
+            raise ProbeError(
+                f"does not give its {type(module).__name__} the cache and the states as Llama does"
+            )
+        given.append(
+            (keywords["hidden_states"] if "hidden_states" in keywords else args[0], rotation)
+        )
 
     AttentionInterface.register(NAME, attend)
-    ALL_ATTENTION_FUNCTIONS[NAME] = attend  # kvpress, when imported, puts a wrapper of an earlier one there
+    ALL_ATTENTION_FUNCTIONS[NAME] = (
+        attend  # kvpress, when imported, puts a wrapper of an earlier one there
+    )
     AttentionMaskInterface.register(NAME, mask)
     hooks = [module.register_forward_pre_hook(before, with_kwargs=True) for module in modules]
     usual = model.config._attn_implementation
@@ -187,7 +222,9 @@ def _noted(
         raise
     except Exception as error:
         reason = " ".join(str(error).split()).rstrip(".")
-        raise ProbeError(f"does not run as a decoder with a cache of keys and values does ({reason})") from error
+        raise ProbeError(
+            f"does not run as a decoder with a cache of keys and values does ({reason})"
+        ) from error
     finally:
         model.set_attn_implementation(usual)
         for hook in hooks:
@@ -200,7 +237,8 @@ def _unlike(call: Call, window: int | None, masks: Mapping[int, tuple[Tensor, An
     if it does not. `window`: how many tokens the layer sees by the model's config, None for all."""
     if call.key.shape != call.value.shape:
         return (
-            f"has keys of {call.key.shape[-1]} channels and values of {call.value.shape[-1]} (as latent attention has)"
+            f"has keys of {call.key.shape[-1]} channels and values of {call.value.shape[-1]} "
+            "(as latent attention has)"
         )
     heads, groups, width = call.heads
     if heads % groups or call.key.shape[2:] != call.query.shape[2:]:
@@ -217,7 +255,11 @@ def _unlike(call: Call, window: int | None, masks: Mapping[int, tuple[Tensor, An
         return "has sink logits elsewhere than in `sinks`"
     if not getattr(module, "is_causal", True):
         return "attends to later tokens too"
-    expected = {"scaling": passed.get("scaling"), "head_dim": width, "num_key_value_groups": heads // groups}
+    expected = {
+        "scaling": passed.get("scaling"),
+        "head_dim": width,
+        "num_key_value_groups": heads // groups,
+    }
     for name, given in expected.items():
         if given is None or getattr(module, name, None) != given:
             return f"attends with {name}={given}, which its module does not say"
@@ -227,7 +269,11 @@ def _unlike(call: Call, window: int | None, masks: Mapping[int, tuple[Tensor, An
 
 
 def _seen(window: int | None) -> str:
-    wanted = "all tokens up to its own" if window is None else f"the {window} tokens that its config names"
+    wanted = (
+        "all tokens up to its own"
+        if window is None
+        else f"the {window} tokens that its config names"
+    )
     return f"lets a token see others than {wanted} (in both directions, in chunks or within another window)"
 
 

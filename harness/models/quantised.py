@@ -25,7 +25,8 @@ class Scheme(NamedTuple):
     """Describe how transformers loads one way of quantising weights."""
 
     packages: tuple[str, ...]  # the modules that it imports for that
-    dequantised: bool = False  # whether the weights are plain numbers of the run's dtype from then on
+    # whether the weights are plain numbers of the run's dtype from then on
+    dequantised: bool = False
     plain: bool = False  # whether its modules are then those of a model that is not quantised
 
 
@@ -37,8 +38,10 @@ SCHEMES = {  # by `quant_method` of config.json
     "awq": Scheme(("accelerate", "gptqmodel")),
     "gptq": Scheme(("accelerate", "optimum", "gptqmodel")),
 }
-IGNORED = ("kv_cache_scheme", "transform_config")  # of compressed-tensors: what a cache's rows, or activations, become
-BLOCK = 64  # weights that share a scale where config.json does not say how many: bitsandbytes' in 4 bits
+# of compressed-tensors: what a cache's rows, or activations, become
+IGNORED = ("kv_cache_scheme", "transform_config")
+# weights that share a scale where config.json does not say how many: bitsandbytes' in 4 bits
+BLOCK = 64
 SCALE_BYTES = 4  # of a scale, and of a zero point where there is one
 FP8_SCALE = "_scale_inv"  # after the name of a weight in FP8: its scales
 
@@ -74,7 +77,9 @@ def check_scheme(config: Mapping[str, Any], name: str) -> None:
             f"The config.json of {name} has a {wanted[0]} in its quantization_config, which would be ignored here: use "
             "a version without."
         )
-    if lacking := [package.replace("_", "-") for package in scheme.packages if find_spec(package) is None]:
+    if lacking := [
+        package.replace("_", "-") for package in scheme.packages if find_spec(package) is None
+    ]:
         raise ModelError(
             f"{name} has weights quantised by {method}, for which transformers needs {' and '.join(lacking)}, not "
             f"installed here: `pip install {' '.join(lacking)}`, or use a version that is not quantised."
@@ -92,22 +97,40 @@ def quantised(config: PreTrainedConfig, model: PreTrainedModel) -> Quantised | N
     method = _method(settings)
     scheme = SCHEMES[method]
     if scheme.dequantised:
-        return Quantised(" ".join(filter(None, (method, settings.get("format")))), True, scheme.plain)
-    bits = int(settings.get("bits") or settings.get("w_bit") or (8 if settings.get("load_in_8bit") else 4))
+        return Quantised(
+            " ".join(filter(None, (method, settings.get("format")))), True, scheme.plain
+        )
+    bits = int(
+        settings.get("bits") or settings.get("w_bit") or (8 if settings.get("load_in_8bit") else 4)
+    )
     kind = f"{bits} bits"
     if method == "bitsandbytes":
         kind = "int8" if bits == 8 else str(settings.get("bnb_4bit_quant_type", "fp4"))
-    kept = settings.get("llm_int8_skip_modules") or settings.get("modules_to_not_convert") or ["lm_head"]
-    linear = [module for name, module in model.named_modules() if type(module) is nn.Linear and not _in(name, kept)]
+    kept = (
+        settings.get("llm_int8_skip_modules")
+        or settings.get("modules_to_not_convert")
+        or ["lm_head"]
+    )
+    linear = [
+        module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and not _in(name, kept)
+    ]
     packed = sum(module.weight.numel() for module in linear)
     group = int(settings.get("group_size") or settings.get("q_group_size") or BLOCK)
-    scales = sum(module.out_features for module in linear) if bits == 8 or group < 0 else packed // group
-    return Quantised(f"{method} {kind}", False, False, packed, packed * bits // 8 + scales * SCALE_BYTES)
+    scales = (
+        sum(module.out_features for module in linear) if bits == 8 or group < 0 else packed // group
+    )
+    return Quantised(
+        f"{method} {kind}", False, False, packed, packed * bits // 8 + scales * SCALE_BYTES
+    )
 
 
 def _in(name: str, kept: list[str]) -> bool:
     """Return True if the module `name` is one of those that stay as they are, or lies in one."""
-    return any(name == part or name.startswith(f"{part}.") or f".{part}" in f".{name}" for part in kept)
+    return any(
+        name == part or name.startswith(f"{part}.") or f".{part}" in f".{name}" for part in kept
+    )
 
 
 @contextmanager
@@ -139,14 +162,18 @@ def complete(model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtyp
     if not settings:
         return
     method = _method(settings)
-    if method == "compressed-tensors":  # which would dequantise them in the first forward, while a clock runs
+    # which would dequantise them in the first forward, while a clock runs
+    if method == "compressed-tensors":
         quantizer: Any = model.hf_quantizer
         if quantizer.quantization_config.is_quantization_compressed:
             quantizer.compressor.decompress_model(model)
     kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
     for path, module in model.named_modules():
-        if not kept.intersection(path.split(".")) and type(module).__module__.startswith(("torch.", "transformers.")):
-            for weight in module.parameters(recurse=False):  # some are left in the dtype in which they were stored
+        if not kept.intersection(path.split(".")) and type(module).__module__.startswith(
+            ("torch.", "transformers.")
+        ):
+            # some are left in the dtype in which they were stored
+            for weight in module.parameters(recurse=False):
                 weight.data = weight.data.to(dtype) if weight.is_floating_point() else weight.data
     if model.dtype != dtype:
         names = [str(each).removeprefix("torch.") for each in (dtype, model.dtype)]
@@ -172,7 +199,9 @@ def check_scales(folder: Path, config: PreTrainedConfig) -> None:
         if not dtype.startswith("F8") or name.endswith(FP8_SCALE):
             continue
         if name + FP8_SCALE not in stored:
-            raise ModelError(f"{folder} stores {name} in FP8 and lacks {name}{FP8_SCALE}: fetch the model again.")
+            raise ModelError(
+                f"{folder} stores {name} in FP8 and lacks {name}{FP8_SCALE}: fetch the model again."
+            )
         scales = stored[name + FP8_SCALE][1]
         if block and [count * size for count, size in zip(scales, block, strict=False)] != shape:
             raise ModelError(

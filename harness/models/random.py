@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-SHAPES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text(encoding="utf-8"))
+SHAPES: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("shapes.yaml").read_text(encoding="utf-8")
+)
 TOKENIZERS = ("auto", "smollm2", "bytes")
 SMOLLM2_VOCAB = 49_152
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -44,7 +46,9 @@ class Random(ModelSource):
 
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
-            raise ModelError(f"model.shape={self.shape} is unknown: choose one of {', '.join(SHAPES)}.")
+            raise ModelError(
+                f"model.shape={self.shape} is unknown: choose one of {', '.join(SHAPES)}."
+            )
         most = SHAPES[self.shape]["num_hidden_layers"]
         if self.layers is not None and not 1 <= self.layers <= most:
             raise ModelError(
@@ -71,10 +75,16 @@ class Random(ModelSource):
         tokenizer = self.tokenizer()
         ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
         public = SHAPES[self.shape]
-        return AutoConfig.for_model(public["model_type"], dtype=public["dtype"], **self._arguments(), **ends)
+        return AutoConfig.for_model(
+            public["model_type"], dtype=public["dtype"], **self._arguments(), **ends
+        )
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return embedded.SmolLM2().tokenizer() if self._tokenizer_name() == "smollm2" else byte_tokenizer()
+        return (
+            embedded.SmolLM2().tokenizer()
+            if self._tokenizer_name() == "smollm2"
+            else byte_tokenizer()
+        )
 
     def build(self, dtype: torch.dtype, device: str) -> PreTrainedModel:
         """Return the model, whose weights are allocated once, with their dtype and on their device:
@@ -90,7 +100,8 @@ class Random(ModelSource):
         model.tie_weights()
         with torch.device(device):  # buffers that are computed, not loaded
             model.model.rotary_emb = type(model.model.rotary_emb)(config)
-        if (scale := getattr(model.model.embed_tokens, "scalar_embed_scale", None)) is not None:  # Gemma 3
+        # Gemma 3
+        if (scale := getattr(model.model.embed_tokens, "scalar_embed_scale", None)) is not None:
             model.model.embed_tokens.embed_scale.fill_(scale)
         fill(model, torch.Generator(device).manual_seed(self.seed))
         filled: PreTrainedModel = model
@@ -98,7 +109,11 @@ class Random(ModelSource):
 
     def _arguments(self) -> dict[str, Any]:
         """Return the keyword arguments with which transformers makes the model's config."""
-        public = {key: value for key, value in SHAPES[self.shape].items() if key not in ("model_type", "dtype")}
+        public = {
+            key: value
+            for key, value in SHAPES[self.shape].items()
+            if key not in ("model_type", "dtype")
+        }
         return public if self.layers is None else public | {"num_hidden_layers": self.layers}
 
     def _tokenizer_name(self) -> str:
@@ -122,7 +137,9 @@ def fill(model: nn.Module, generator: torch.Generator) -> None:
             if name.endswith("bias"):
                 parameter.fill_(0.0)
             elif parameter.dim() > 1:
-                experts = model.get_submodule(name.rpartition(".")[0]) if parameter.dim() > 2 else None
+                experts = (
+                    model.get_submodule(name.rpartition(".")[0]) if parameter.dim() > 2 else None
+                )
                 inputs = parameter.shape[-2 if getattr(experts, "is_transposed", False) else -1]
                 bound = (3 / inputs) ** 0.5
                 parameter.uniform_(-bound, bound, generator=generator)
@@ -141,7 +158,9 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
+    backend.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS]
+    )
     end, start, stop = SPECIAL_TOKENS
     fast: Any = PreTrainedTokenizerFast
     tokenizer: PreTrainedTokenizerBase = fast(

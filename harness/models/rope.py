@@ -13,23 +13,41 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from evals.data import misfit
-from harness.models.base import ORIGINAL, STRETCHED, WHOLE, WINDOW, Identity, ModelError, full_rotation, no_window
+from harness.models.base import (
+    ORIGINAL,
+    STRETCHED,
+    WHOLE,
+    WINDOW,
+    Identity,
+    ModelError,
+    full_rotation,
+    no_window,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _FACTOR, _MORE = "a number above 0", {"rope_theta?": "a number above 0"}
 _ORIGINAL = {f"{ORIGINAL}?": "a whole number above 0", **_MORE}
-KEYS: Mapping[str, Mapping[str, Any]] = {  # what each rotation takes; a "?" marks what may be left out
+# what each rotation takes; a "?" marks what may be left out
+KEYS: Mapping[str, Mapping[str, Any]] = {
     "yarn": {
         "factor": _FACTOR,
-        **{f"{key}?": _FACTOR for key in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")},
+        **{
+            f"{key}?": _FACTOR
+            for key in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        },
         "truncate?": "true or false",
         **_ORIGINAL,
     },
     "linear": {"factor": _FACTOR, **_ORIGINAL},
     "dynamic": {"factor": _FACTOR, **_MORE},  # its original length is always the config's window
-    "llama3": {"factor": _FACTOR, "low_freq_factor": _FACTOR, "high_freq_factor": _FACTOR, **_ORIGINAL},
+    "llama3": {
+        "factor": _FACTOR,
+        "low_freq_factor": _FACTOR,
+        "high_freq_factor": _FACTOR,
+        **_ORIGINAL,
+    },
     "longrope": {
         "factor": _FACTOR,
         "short_factor": [_FACTOR, ...],
@@ -39,7 +57,8 @@ KEYS: Mapping[str, Mapping[str, Any]] = {  # what each rotation takes; a "?" mar
     },
 }
 
-_STAY = ("rope_theta", "partial_rotary_factor")  # of the config's rotation, whatever takes its place
+# of the config's rotation, whatever takes its place
+_STAY = ("rope_theta", "partial_rotary_factor")
 
 
 class Rope(dict[str, Any]):
@@ -59,20 +78,28 @@ def checked(rope: Mapping[str, Any] | None) -> Rope | None:
     if rope is None:
         return None
     rope = Rope({key: deepcopy(value) for key, value in rope.items() if value is not None})
-    kind, given = rope.get("rope_type"), {key: value for key, value in rope.items() if key != "rope_type"}
+    kind = rope.get("rope_type")
+    given = {key: value for key, value in rope.items() if key != "rope_type"}
     if not isinstance(kind, str) or kind not in KEYS:
-        old = "`type`, the old spelling of rope_type" if "type" in rope else f"rope_type={kind}, which is unknown"
+        old = (
+            "`type`, the old spelling of rope_type"
+            if "type" in rope
+            else f"rope_type={kind}, which is unknown"
+        )
         raise ModelError(
             f"model.rope={rope} has {old}: choose one of {', '.join(KEYS)}, as in "
             "'model.rope={rope_type: yarn, factor: 4}'."
         )
     known = [key.rstrip("?") for key in KEYS[kind]]
-    wrong = next((f"has the unknown key {key}" for key in given if key not in known), None) or misfit(given, KEYS[kind])
+    wrong = next(
+        (f"has the unknown key {key}" for key in given if key not in known), None
+    ) or misfit(given, KEYS[kind])
     if not wrong and given["factor"] < 1:
         wrong = f"has factor={given['factor']}, which should be at least 1"
     if not wrong and given.get("low_freq_factor", 0) >= given.get("high_freq_factor", 1):
         wrong = "has a low_freq_factor that is not below its high_freq_factor"
-    if not wrong and given.get("beta_slow", 1) >= given.get("beta_fast", 32):  # transformers' numbers
+    # transformers' numbers
+    if not wrong and given.get("beta_slow", 1) >= given.get("beta_fast", 32):
         wrong = "has a beta_slow that is not below its beta_fast"
     if wrong:
         needed = [key for key in KEYS[kind] if not key.endswith("?")]
@@ -92,7 +119,9 @@ def identified(own: Identity, rope: Mapping[str, Any] | None) -> Identity:
     return own._replace(revision=f"{own.revision}+rope-sha256:{digest[:16]}")
 
 
-def stretched(config: PreTrainedConfig, rope: Mapping[str, Any] | None, name: str) -> PreTrainedConfig:
+def stretched(
+    config: PreTrainedConfig, rope: Mapping[str, Any] | None, name: str
+) -> PreTrainedConfig:
     """Return `config` of the model `name` with the rotation that `rope` asks for, in its attribute
     STRETCHED the window that follows: the factor times the original length. Where each kind of layer
     has a rotation of its own, that of layers is changed which see the whole text."""
@@ -101,14 +130,20 @@ def stretched(config: PreTrainedConfig, rope: Mapping[str, Any] | None, name: st
     config, kind = deepcopy(config), rope["rope_type"]
     every, own = getattr(config, "rope_parameters", None) or {}, full_rotation(config)
     if own.get("rope_theta") is None:
-        raise ModelError(f"{name} does not rotate its keys, so that model.rope has nothing to change: set it to null.")
+        raise ModelError(
+            f"{name} does not rotate its keys, so that model.rope has nothing to change: set it to null."
+        )
     if config.model_type == "phi3" and kind != "longrope":
-        raise ModelError(f"{name} is a Phi-3, whose rotation transformers changes by rope_type=longrope alone.")
+        raise ModelError(
+            f"{name} is a Phi-3, whose rotation transformers changes by rope_type=longrope alone."
+        )
     trained = None if kind == "dynamic" else rope.get(ORIGINAL) or own.get(ORIGINAL)
     original = trained or getattr(config, WINDOW, None)
     if original is None:
         raise no_window(name)
-    merged = (own if own.get("rope_type") == kind else {key: own[key] for key in _STAY if key in own}) | dict(rope)
+    merged = (
+        own if own.get("rope_type") == kind else {key: own[key] for key in _STAY if key in own}
+    ) | dict(rope)
     merged.pop(ORIGINAL, None)
     if kind in ("yarn", "llama3", "longrope"):
         merged[ORIGINAL] = original

@@ -18,11 +18,22 @@ from harness.models.base import ModelError
 from harness.models.embedded import cache_root
 from kernels.temporary import replacing
 
-SMALL_FILES = ["config.json", "generation_config.json", "*.index.json", "token*", "special_tokens_map.json", "*.jinja"]
+SMALL_FILES = [
+    "config.json",
+    "generation_config.json",
+    "*.index.json",
+    "token*",
+    "special_tokens_map.json",
+    "*.jinja",
+]
 SMALL_FILES += ["vocab.json", "merges.txt", "added_tokens.json"]
 WEIGHT_FILES = ["model*.safetensors"]
 # further files that transformers reads from a local folder: more templates, and with peft an adapter
-LOCAL_FILES = ["additional_chat_templates/*.jinja", "adapter_config.json", "adapter_model.safetensors"]
+LOCAL_FILES = [
+    "additional_chat_templates/*.jinja",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+]
 SMALL = 2**20  # bytes; the hash of a smaller file is not remembered
 INDEX = "model.safetensors.index.json"
 ADVICE = "point model.name at a local folder, or use model=smollm2, which needs no download"
@@ -42,7 +53,9 @@ def snapshot(name: str, revision: str | None, *, weights: bool) -> Path:
         raise ModelError(f"{absent}, and {hub.ENDPOINT} cannot be reached: {ADVICE}.")
     folder = _download(name, revision, SMALL_FILES + WEIGHT_FILES * weights)
     if weights and not has_weights(folder):
-        raise ModelError(f"{_at(name, revision)} has no weights as safetensors, the only format read here: {ADVICE}.")
+        raise ModelError(
+            f"{_at(name, revision)} has no weights as safetensors, the only format read here: {ADVICE}."
+        )
     return folder
 
 
@@ -53,7 +66,9 @@ def _cached(name: str, revision: str | None, *, weights: bool) -> Path | None:
     try:
         folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
     except HFValidationError:
-        raise ModelError(f"model.name={name} is neither a folder here nor a hub id of the form owner/name.") from None
+        raise ModelError(
+            f"model.name={name} is neither a folder here nor a hub id of the form owner/name."
+        ) from None
     except LocalEntryNotFoundError:
         return None
     complete = (folder / "config.json").is_file() and (not weights or has_weights(folder))
@@ -67,14 +82,22 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except errors.GatedRepoError:
         page = f"{constants.ENDPOINT}/{name}"
-        raise ModelError(f"{name} is gated: accept its licence at {page} and set HF_TOKEN.") from None
+        raise ModelError(
+            f"{name} is gated: accept its licence at {page} and set HF_TOKEN."
+        ) from None
     except errors.RevisionNotFoundError:
-        raise ModelError(f"{name} has no revision {revision}: give a branch, tag or commit of it.") from None
+        raise ModelError(
+            f"{name} has no revision {revision}: give a branch, tag or commit of it."
+        ) from None
     except errors.RepositoryNotFoundError:
-        raise ModelError(f"{name} is not on the hub, or private: check model.name, or set HF_TOKEN.") from None
+        raise ModelError(
+            f"{name} is not on the hub, or private: check model.name, or set HF_TOKEN."
+        ) from None
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as error:
         reason = str(error).splitlines()[0]
-        raise ModelError(f"{_at(name, revision)} cannot be downloaded ({reason}): try again, or {ADVICE}.") from error
+        raise ModelError(
+            f"{_at(name, revision)} cannot be downloaded ({reason}): try again, or {ADVICE}."
+        ) from error
 
 
 def _at(name: str, revision: str | None) -> str:
@@ -90,7 +113,11 @@ def has_weights(folder: Path) -> bool:
 def files_of(folder: Path) -> list[Path]:
     """Return all files of a local folder that a model or its tokenizer may be read from, sorted by
     name."""
-    matches = {file for pattern in SMALL_FILES + WEIGHT_FILES + LOCAL_FILES for file in folder.glob(pattern)}
+    matches = {
+        file
+        for pattern in SMALL_FILES + WEIGHT_FILES + LOCAL_FILES
+        for file in folder.glob(pattern)
+    }
     return sorted(file for file in matches | _parts(folder) if file.is_file())
 
 
@@ -103,7 +130,9 @@ def headers(folder: Path) -> dict[str, tuple[str, list[int]]]:
     for file in (file for file in files_of(folder) if file.suffix == ".safetensors"):
         with safe_open(file, framework="pt") as tensors:
             slices = {name: tensors.get_slice(name) for name in sorted(tensors.keys())}
-            stored |= {name: (tensor.get_dtype(), tensor.get_shape()) for name, tensor in slices.items()}
+            stored |= {
+                name: (tensor.get_dtype(), tensor.get_shape()) for name, tensor in slices.items()
+            }
     return stored
 
 
@@ -113,7 +142,10 @@ def fingerprint(folder: Path) -> str:
     files = files_of(folder)
     with ThreadPoolExecutor() as threads:
         hashes = list(threads.map(file_sha256, files))
-    named = [f"{file.relative_to(folder).as_posix()}:{sha256}\n" for file, sha256 in zip(files, hashes, strict=True)]
+    named = [
+        f"{file.relative_to(folder).as_posix()}:{sha256}\n"
+        for file, sha256 in zip(files, hashes, strict=True)
+    ]
     return hashlib.sha256("".join(named).encode()).hexdigest()
 
 
@@ -128,12 +160,18 @@ def file_sha256(file: Path) -> str:
     named = hashlib.sha256(json.dumps([str(file.resolve()), state]).encode()).hexdigest()
     note = cache_root() / "hashes" / named[:32]
     with suppress(OSError, ValueError):  # a note that is no hash is written anew
-        if status.st_size > SMALL and note.is_file() and len(bytes.fromhex(known := note.read_text())) == 32:
+        if (
+            status.st_size > SMALL
+            and note.is_file()
+            and len(bytes.fromhex(known := note.read_text())) == 32
+        ):
             return known
     with open(file, "rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    if status.st_size > SMALL and file.stat().st_ctime_ns == status.st_ctime_ns:  # unchanged while it was read
-        with suppress(OSError):  # if the cache cannot be written, every process reads the file again
+    # unchanged while it was read
+    if status.st_size > SMALL and file.stat().st_ctime_ns == status.st_ctime_ns:
+        # if the cache cannot be written, every process reads the file again
+        with suppress(OSError):
             note.parent.mkdir(parents=True, exist_ok=True)
             with replacing(note) as unfinished:
                 unfinished.write(digest.encode())
@@ -146,5 +184,7 @@ def _parts(folder: Path) -> set[Path]:
     index = folder / INDEX
     if not index.is_file():
         return set()
-    parts = value_of(index.read_bytes(), {"weight_map": {str: "text"}}, str(index))["weight_map"].values()
+    parts = value_of(index.read_bytes(), {"weight_map": {str: "text"}}, str(index))[
+        "weight_map"
+    ].values()
     return {folder / part for part in parts}

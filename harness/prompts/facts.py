@@ -9,7 +9,8 @@ from typing import Any
 from harness.results.fact import Fact
 
 TOKENS = "thought_tokens"
-BEGINS = ("<think>", "[THINK]", "<thought>", "<seed:think>")  # how models begin to think before they answer
+# how models begin to think before they answer
+BEGINS = ("<think>", "[THINK]", "<thought>", "<seed:think>")
 
 
 def unanswered(reply: Any) -> bool:

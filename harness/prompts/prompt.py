@@ -23,7 +23,8 @@ from evals.haystack import load
 Chat = Literal["template", "none"]
 Keywords = Mapping[str, Any]  # for the chat template: the setting template_kwargs
 NO_KEYWORDS: Keywords = MappingProxyType({})
-TEMPLATE_DAY = datetime(2024, 7, 26)  # the date that templates write; with today's, prompts would change overnight
+# the date that templates write; with today's, prompts would change overnight
+TEMPLATE_DAY = datetime(2024, 7, 26)
 TEMPLATE_DATE = TEMPLATE_DAY.strftime("%d %b %Y")  # in the form of Llama 3's templates
 _CLOCK = Lock()  # the clock is replaced for one template at a time
 PROBE, ANSWER_PROBE = "USER-TEXT", "ASSISTANT-TEXT"
@@ -74,12 +75,15 @@ class Cut(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Prompt:
     ids: tuple[int, ...]
-    split: int  # leading tokens that belong to the context; a token that straddles the end belongs to the question
+    # leading tokens that belong to the context; a token that straddles the end belongs to the question
+    split: int
     cut_tokens: int  # removed from the user's text
-    bos_added: int  # special tokens that the tokenizer puts before plain text, such as BOS, and this text lacks
+    # special tokens that the tokenizer puts before plain text, such as BOS, and this text lacks
+    bos_added: int
     template: bool
     text: str  # the tokenised text, without an added BOS
-    replaces_answer: bool = False  # it begins with a reply that replaces the model's answer before it
+    # it begins with a reply that replaces the model's answer before it
+    replaces_answer: bool = False
     cut: Cut | None = None  # what of `cut_tokens` was removed to fit the window, and where
 
 
@@ -99,16 +103,23 @@ class Tools:
         self.tokenizer = tokenizer
         self.chat = chat
         self.keywords = keywords
-        self._shell = cache(partial(shell, tokenizer, keywords=keywords))  # which refuses what would be counted wrongly
+        # which refuses what would be counted wrongly
+        self._shell = cache(partial(shell, tokenizer, keywords=keywords))
 
     @cached_property
     def fingerprint(self) -> str:
         """Return the hash of the tokenizer, chat setting and keywords; computed on demand, because
         serialising a tokenizer is slow."""
         tokenizer: Any = self.tokenizer
-        parts = [tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template), TEMPLATE_DATE, self.chat]
+        parts = [
+            tokenizer.backend_tokenizer.to_str(),
+            str(tokenizer.chat_template),
+            TEMPLATE_DATE,
+            self.chat,
+        ]
         parts += [json.dumps(dict(self.keywords), sort_keys=True)] * bool(self.keywords)
-        parts += filter(None, [getattr(tokenizer, "asked", "")])  # of the template (harness/prompts/thinking.py)
+        # of the template (harness/prompts/thinking.py)
+        parts += filter(None, [getattr(tokenizer, "asked", "")])
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -118,7 +129,13 @@ class Tools:
         return decode(self.tokenizer, ids)
 
     def count(
-        self, user: str, prefix: str = "", *, system: str = "", chat: bool = True, earlier: Sequence[str] = ()
+        self,
+        user: str,
+        prefix: str = "",
+        *,
+        system: str = "",
+        chat: bool = True,
+        earlier: Sequence[str] = (),
     ) -> int:
         """Return the number of tokens of the whole prompt, without a BOS that the tokenizer
         adds."""
@@ -147,7 +164,12 @@ def render(
         context, cut_tokens = shortened(context, tokenizer, cut), cut_tokens + cut.tokens
     around = shell(tokenizer, example.system, keywords, template=template, earlier=example.earlier)
     in_turn = partial(
-        wrap, tokenizer, system=example.system, keywords=keywords, template=template, earlier=example.earlier
+        wrap,
+        tokenizer,
+        system=example.system,
+        keywords=keywords,
+        template=template,
+        earlier=example.earlier,
     )
     if example.apart:
         head, _, tail = in_turn(context + PROBE).rpartition(PROBE)
@@ -164,10 +186,14 @@ def render(
     written = tokenize(tokenizer, "".join(around)).ids if template else ids[: len(start)]
     if set(start) <= set(written):
         start = []
-    return Prompt((*start, *ids), split + len(start), cut_tokens, len(start), template, text, cut=cut)
+    return Prompt(
+        (*start, *ids), split + len(start), cut_tokens, len(start), template, text, cut=cut
+    )
 
 
-def render_turn(example: Example, tokenizer: Tokenizer, *, chat: Chat, keywords: Keywords = NO_KEYWORDS) -> Prompt:
+def render_turn(
+    example: Example, tokenizer: Tokenizer, *, chat: Chat, keywords: Keywords = NO_KEYWORDS
+) -> Prompt:
     """Return the tokens to feed for a further turn of a conversation: the template's end of the
     earlier answer, the user's text (`example.question`), and the opening of the next answer. Where
     the task gives the earlier answer itself (`example.reply`), its text goes in front, after what the
@@ -177,17 +203,29 @@ def render_turn(example: Example, tokenizer: Tokenizer, *, chat: Chat, keywords:
     text, gap, opening = example.question, "", ""
     if template:
         talk = {"user": PROBE, "assistant": ANSWER_PROBE}
-        history, answer, text = _templated(tokenizer, [*talk.items(), ("user", text)], keywords).rpartition(
-            ANSWER_PROBE
-        )
+        history, answer, text = _templated(
+            tokenizer, [*talk.items(), ("user", text)], keywords
+        ).rpartition(ANSWER_PROBE)
         if not answer:
-            raise PromptError("The chat template leaves out earlier answers: set chat=none, or use another model.")
+            raise PromptError(
+                "The chat template leaves out earlier answers: set chat=none, or use another model."
+            )
         opening, usual = shell(tokenizer, keywords=keywords).tail, history.rpartition(PROBE)[2]
-        gap = usual.removeprefix(opening) if usual.startswith(opening) and not example.prefix else ""
+        gap = (
+            usual.removeprefix(opening) if usual.startswith(opening) and not example.prefix else ""
+        )
     reply = "" if example.reply is None else gap + example.reply
     text = reply + text + example.prefix
     before = opening if example.reply else ""
-    return Prompt(tuple(tokens_after(tokenizer, text, before)), 0, 0, 0, template, text, example.reply is not None)
+    return Prompt(
+        tuple(tokens_after(tokenizer, text, before)),
+        0,
+        0,
+        0,
+        template,
+        text,
+        example.reply is not None,
+    )
 
 
 def wrap(
@@ -203,7 +241,9 @@ def wrap(
     assistant's turn. Without a template, the system text and a blank line precede the user's text."""
     if not template:
         if earlier:
-            raise PromptError("Only a chat template says who said what in an earlier conversation: set chat=template.")
+            raise PromptError(
+                "Only a chat template says who said what in an earlier conversation: set chat=template."
+            )
         return f"{system}\n\n{user}" if system else user
     turns = [("system", system)] * bool(system) + list(zip(cycle(("user", "assistant")), earlier))
     return _templated(tokenizer, [*turns, ("user", user)], keywords)
@@ -213,16 +253,23 @@ def _templated(tokenizer: Tokenizer, talk: Sequence[tuple[str, str]], keywords: 
     """Return the text of a conversation in the chat template, up to the opening of the next answer.
     `talk`: pairs of role and text. Raises `PromptError` where the template refuses it."""
     if not tokenizer.chat_template:
-        raise PromptError("This model's tokenizer has no chat template: set chat=none, or use an instruct model.")
+        raise PromptError(
+            "This model's tokenizer has no chat template: set chat=none, or use an instruct model."
+        )
     turns = [{"role": role, "content": content} for role, content in talk]
     try:
         return in_template(tokenizer, turns, keywords, add_generation_prompt=True)
     except Exception as error:  # a template is a program and may raise anything
-        raise PromptError(f"The chat template refuses this prompt ({error}): set chat=none.") from error
+        raise PromptError(
+            f"The chat template refuses this prompt ({error}): set chat=none."
+        ) from error
 
 
 def in_template(
-    tokenizer: Tokenizer, turns: Sequence[Mapping[str, str]], keywords: Keywords = NO_KEYWORDS, **options: Any
+    tokenizer: Tokenizer,
+    turns: Sequence[Mapping[str, str]],
+    keywords: Keywords = NO_KEYWORDS,
+    **options: Any,
 ) -> str:
     """Return the text that the tokenizer's chat template makes of a conversation. `turns`: role and
     content of each message; `keywords`: what the user tells the template; `options`: further
@@ -246,9 +293,11 @@ def check_keywords(tokenizer: Any, keywords: Keywords) -> None:
     helper: Any = chat_template_utils
     try:
         template = tokenizer.get_chat_template()
-        parser = helper._compile_jinja_template(template).environment  # knows the tags that transformers adds
+        # knows the tags that transformers adds
+        parser = helper._compile_jinja_template(template).environment
         read = meta.find_undeclared_variables(parser.parse(template))
-    except (TemplateError, ValueError):  # ValueError: several templates, none of which is the default
+    except (TemplateError, ValueError):
+        # ValueError: several templates, none of which is the default
         return
     for key in sorted(keywords.keys() - read):
         others = ", ".join(sorted(read - {"messages", "add_generation_prompt"})) or "no keyword"
@@ -294,9 +343,13 @@ def shell(
     wrapped = wrap(tokenizer, PROBE, system, keywords, template=template, earlier=earlier)
     head, probe, tail = wrapped.rpartition(PROBE)
     if not probe:
-        raise PromptError("The chat template changes the user's text: set chat=none, or use another model.")
+        raise PromptError(
+            "The chat template changes the user's text: set chat=none, or use another model."
+        )
     if PROBE in head and not any(PROBE in text for text in (system, *earlier)):
-        raise PromptError("The chat template writes the user's text twice: set chat=none, or correct the template.")
+        raise PromptError(
+            "The chat template writes the user's text twice: set chat=none, or correct the template."
+        )
     return Shell(head, tail)
 
 
@@ -308,7 +361,9 @@ def _end_of_context(wrapped: str, context: str, question: str, around: Shell) ->
     if inside == user:
         return len(around.head) + len(context)
     if inside.strip() != user.strip():
-        raise PromptError("The chat template changes the user's text: set chat=none, or use another model.")
+        raise PromptError(
+            "The chat template changes the user's text: set chat=none, or use another model."
+        )
     stripped = len(inside.lstrip()) - len(inside) - len(user.lstrip()) + len(user)
     return len(around.head) + min(max(len(context) - stripped, 0), len(inside))
 
@@ -328,11 +383,15 @@ def cut_middle(example: Example, tokenizer: Tokenizer) -> tuple[str, str, int]:
     if len(ids) <= limit:
         return example.context, example.question, 0
     half = limit // 2
-    parts = [ids[:half], ids[-half:]] if example.halves_apart else [ids[:half] + ids[half - limit :]]
+    parts = (
+        [ids[:half], ids[-half:]] if example.halves_apart else [ids[:half] + ids[half - limit :]]
+    )
     user = "".join(tokenizer.decode(part, skip_special_tokens=True) for part in parts)
     question = example.question
     if not user.endswith(question):  # a tokenizer may normalise its text, the question's, too
-        question = tokenizer.decode(tokenizer(question, verbose=False)["input_ids"], skip_special_tokens=True)
+        question = tokenizer.decode(
+            tokenizer(question, verbose=False)["input_ids"], skip_special_tokens=True
+        )
     question = question if user.endswith(question) else ""
     return user.removesuffix(question), question, len(ids) - sum(map(len, parts))
 
@@ -344,7 +403,9 @@ def shortened(context: str, tokenizer: Tokenizer, cut: Cut) -> str:
     ends = [0, *tokenize(tokenizer, context).ends]
     left = len(ends) - 1 - cut.tokens
     if left < 2:
-        raise ContextTooShort(f"The context has {len(ends) - 1} tokens, and {cut.tokens} would have to leave it.")
+        raise ContextTooShort(
+            f"The context has {len(ends) - 1} tokens, and {cut.tokens} would have to leave it."
+        )
     head = left // 2 if cut.side == "middle" else 0
     return context[: ends[head]] + context[ends[head + cut.tokens] :]
 
@@ -364,7 +425,9 @@ def tokenize(tokenizer: Tokenizer, text: str) -> Tokens:
 
 def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """Return the text without special tokens, with white space as the model wrote it."""
-    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    return str(
+        tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    )
 
 
 def tokens_after(tokenizer: Tokenizer, text: str, before: str = "") -> list[int]:

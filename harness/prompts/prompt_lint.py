@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from evals.base import Example
-from harness.prompts.prompt import ANSWER_PROBE, NO_KEYWORDS, PROBE, Keywords, Prompt, Tokenizer, in_template, shell
+from harness.prompts.prompt import (
+    ANSWER_PROBE,
+    NO_KEYWORDS,
+    PROBE,
+    Keywords,
+    Prompt,
+    Tokenizer,
+    in_template,
+    shell,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +72,11 @@ def lint(
             f"The prompt has BOS twice in a row ({bos_text}): take one out of the text or template.",
         )
     text = "\n".join((example.system, *example.earlier, example.reply or "", user, example.prefix))
-    names = sorted(str(t.content) for t in tokenizer.added_tokens_decoder.values() if t.special and t.content in text)
+    names = sorted(
+        str(t.content)
+        for t in tokenizer.added_tokens_decoder.values()
+        if t.special and t.content in text
+    )
     if names:
         yield Finding(
             "warning",
@@ -74,16 +87,25 @@ def lint(
         yield from _opening(tokenizer, example.system, keywords)
     if getattr(getattr(tokenizer, "backend_tokenizer", None), "fix_mistral_regex", False):
         remedy = "a run elsewhere without fix_mistral_regex has other tokens"
-        yield Finding("warning", "regex", f"The tokenizer's regular expression was wrong and is corrected: {remedy}.")
+        yield Finding(
+            "warning",
+            "regex",
+            f"The tokenizer's regular expression was wrong and is corrected: {remedy}.",
+        )
     if prompt.cut_tokens:
-        remedy, place = "use a larger max_prompt_tokens, or say so beside the score", "from the middle"
+        remedy = "use a larger max_prompt_tokens, or say so beside the score"
+        place = "from the middle"
         if prompt.cut is not None:
             remedy = f"say so beside the score (too_long={prompt.cut.side})"
             place = "from the beginning" if prompt.cut.side == "left" else place
         yield Finding("warning", "cut", f"{prompt.cut_tokens} tokens were cut {place}: {remedy}.")
         answers = [reference for reference in example.references if reference and reference in user]
         if answers and not any(reference in prompt.text for reference in answers):
-            yield Finding("warning", "answer_cut", f"The reference answer was in the part that was cut: {remedy}.")
+            yield Finding(
+                "warning",
+                "answer_cut",
+                f"The reference answer was in the part that was cut: {remedy}.",
+            )
 
 
 def _opening(tokenizer: Tokenizer, system: str, keywords: Keywords) -> Iterator[Finding]:
@@ -93,12 +115,20 @@ def _opening(tokenizer: Tokenizer, system: str, keywords: Keywords) -> Iterator[
     talk = [{"role": "system", "content": system}] * bool(system)
     talk += [{"role": "user", "content": PROBE}, {"role": "assistant", "content": ANSWER_PROBE}]
     try:
-        usual = in_template(tokenizer, talk, keywords).rpartition(PROBE)[2].partition(ANSWER_PROBE)[0].rstrip()
-    except Exception:  # a template is a program and may raise anything; one that takes no answers shows nothing
+        usual = (
+            in_template(tokenizer, talk, keywords)
+            .rpartition(PROBE)[2]
+            .partition(ANSWER_PROBE)[0]
+            .rstrip()
+        )
+    except Exception:
+        # a template is a program and may raise anything; one that takes no answers shows nothing
         return
     if tokenizer.eos_token and tail.endswith(tokenizer.eos_token) and not usual.startswith(tail):
         yield Finding(
-            "error", "eos", f"The chat template ends the prompt in {tokenizer.eos_token}: correct it, or set chat=none."
+            "error",
+            "eos",
+            f"The chat template ends the prompt in {tokenizer.eos_token}: correct it, or set chat=none.",
         )
         return
     asked = in_template(tokenizer, talk[:-1], keywords).rstrip()

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from harness.prompts.prompt import NO_KEYWORDS, Chat, Keywords, Tokenizer, shell, start_tokens, tokenize, tokens_after
+from harness.prompts.prompt import (
+    NO_KEYWORDS,
+    Chat,
+    Keywords,
+    Tokenizer,
+    shell,
+    start_tokens,
+    tokenize,
+    tokens_after,
+)
 from harness.prompts.thinking import ThinkingTokenizer
 from methods.abilities.repeat import RepeatPrompts
 
@@ -11,7 +20,9 @@ PART = "\n\nRepeat the part of the previous context exactly, starting with "
 PLAIN = "\n\nAnswer: "  # opens the answer where there is no chat template
 
 
-def repeat_prompts(tokenizer: Tokenizer, *, chat: Chat, keywords: Keywords = NO_KEYWORDS) -> RepeatPrompts:
+def repeat_prompts(
+    tokenizer: Tokenizer, *, chat: Chat, keywords: Keywords = NO_KEYWORDS
+) -> RepeatPrompts:
     """Return the words of KVzip's released code as token ids of `tokenizer`. With chat=template they
     end a user's turn of its chat template, and the model answers without a thought."""
     asked: Tokenizer = ThinkingTokenizer(tokenizer, keywords, on=False)

@@ -8,7 +8,8 @@ from typing import Any, Literal
 from harness.prompts.prompt import Tokenizer, decode, tokenize
 
 Reason = Literal["eos", "stop_string", "length", "thought"]
-MARGIN = 4  # tokens decoded beyond the longest stop string, for pieces of a character and a dropped leading space
+# tokens decoded beyond the longest stop string, for pieces of a character and a dropped leading space
+MARGIN = 4
 
 
 class StopRule:
@@ -17,7 +18,11 @@ class StopRule:
     `skip`: characters at the beginning of the first token that belong to a thought before the answer."""
 
     def __init__(
-        self, tokenizer: Tokenizer, eos_ids: Iterable[int], stop_strings: Sequence[str], min_new_tokens: int
+        self,
+        tokenizer: Tokenizer,
+        eos_ids: Iterable[int],
+        stop_strings: Sequence[str],
+        min_new_tokens: int,
     ) -> None:
         if not all(stop_strings):
             raise ValueError("A stop string is empty, which would stop at once: leave it out.")
@@ -32,14 +37,19 @@ class StopRule:
     def ends(self) -> list[int]:
         """Return the tokens that end an answer by themselves: EOS, and the last token of each stop
         string."""
-        return sorted(self.eos_ids | {tokenize(self.tokenizer, stop).ids[-1] for stop in self.stop_strings})
+        return sorted(
+            self.eos_ids | {tokenize(self.tokenizer, stop).ids[-1] for stop in self.stop_strings}
+        )
 
     def __call__(self, tokens: list[int], skip: int = 0) -> Reason | None:
         if len(tokens) <= self.min_new_tokens:
             return None
         if tokens[-1] in self.eos_ids:
             return "eos"
-        if self.stop_strings and self._find_stop(tokens, max(0, len(tokens) - self._tail), skip)[1] is not None:
+        if (
+            self.stop_strings
+            and self._find_stop(tokens, max(0, len(tokens) - self._tail), skip)[1] is not None
+        ):
             return "stop_string"
         return None
 

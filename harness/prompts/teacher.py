@@ -24,11 +24,14 @@ class Forced:
     def __init__(self, tokens: Tensor) -> None:
         self.tokens = tokens
         self.costs: list[Tensor] = []  # [B] each, nats
-        self._likeliest = torch.ones(len(tokens), dtype=torch.bool)  # [B], on the device once tokens were picked
+        # [B], on the device once tokens were picked
+        self._likeliest = torch.ones(len(tokens), dtype=torch.bool)
 
     def pick(self, logits: Tensor) -> Tensor:
         if self.tokens.device != logits.device:
-            self.tokens, self._likeliest = (x.to(logits.device) for x in (self.tokens, self._likeliest))
+            self.tokens, self._likeliest = (
+                x.to(logits.device) for x in (self.tokens, self._likeliest)
+            )
         ids = self.tokens[:, len(self.costs)]
         self.costs.append(-logits.float().log_softmax(-1).gather(-1, ids[:, None])[:, 0])
         self._likeliest &= logits.argmax(-1) == ids
@@ -42,7 +45,10 @@ class Forced:
     def mean_nll(self) -> list[float]:
         """Return the mean negative log-likelihood of each sequence over the tokens fed so far, in
         nats."""
-        return [sum(costs) / len(costs) for costs in zip(*(cost.tolist() for cost in self.costs), strict=True)]
+        return [
+            sum(costs) / len(costs)
+            for costs in zip(*(cost.tolist() for cost in self.costs), strict=True)
+        ]
 
 
 def forced_ids(example: Example, prompt: Prompt, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -51,14 +57,20 @@ def forced_ids(example: Example, prompt: Prompt, tokenizer: Tokenizer) -> tuple[
     if not example.teacher_forced:
         return ()
     if len(example.references) != 1 or not example.references[0]:
-        raise ExampleError(f"{example.id} is teacher-forced and has no text to feed: give it exactly one reference.")
+        raise ExampleError(
+            f"{example.id} is teacher-forced and has no text to feed: give it exactly one reference."
+        )
     return _after(prompt, example.references[0], tokenizer)
 
 
-def choices_ids(example: Example, prompt: Prompt, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+def choices_ids(
+    example: Example, prompt: Prompt, tokenizer: Tokenizer
+) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of each of the example's choices as they follow the prompt in one text."""
     if not all(example.choices):
-        raise ExampleError(f"{example.id} has a choice without text, which has no likelihood: leave it out.")
+        raise ExampleError(
+            f"{example.id} has a choice without text, which has no likelihood: leave it out."
+        )
     return tuple(_after(prompt, choice, tokenizer) for choice in example.choices)
 
 

@@ -15,12 +15,22 @@ import torch
 from torch import Tensor
 
 from harness.prompts.facts import TOKENS
-from harness.prompts.prompt import NO_KEYWORDS, PROBE, Keywords, Prompt, Tokenizer, in_template, tokenize
+from harness.prompts.prompt import (
+    NO_KEYWORDS,
+    PROBE,
+    Keywords,
+    Prompt,
+    Tokenizer,
+    in_template,
+    tokenize,
+)
 from harness.prompts.stops import MARGIN, Reason, StopRule
 from harness.prompts.teacher import following
 
-ENABLE = "enable_thinking"  # the variable by which chat templates are told; those that do not know it ignore it
-MOST = 8192  # tokens of a thought under thinking=on; models write one to a few thousand about a question on a long text
+# the variable by which chat templates are told; those that do not know it ignore it
+ENABLE = "enable_thinking"
+# tokens of a thought under thinking=on; models write one to a few thousand about a question on a long text
+MOST = 8192
 AFTER = 2048  # tokens of an answer after a thought whose tokens the task's length counts, too
 SPACE = 4  # tokens of white space that may stand between a thought and its answer
 CUT: Literal["thought"] = "thought"  # why an answer ended whose thought was cut
@@ -43,8 +53,10 @@ KINDS = (
     Marks("<|channel>thought\n", "<channel|>"),  # Gemma 4
 )
 HARMONY = Marks("<|channel|>", "<|channel|>final<|message|>", go_on="<|end|>")
-HARMONY_TURN = "<|start|>assistant"  # the end of a prompt in gpt-oss's format: the model writes the channel's name
-WRAPPED = ("<response>", "<answer>")  # marks around the answer of Granite 3.3 and of Hunyuan, which nothing takes out
+# the end of a prompt in gpt-oss's format: the model writes the channel's name
+HARMONY_TURN = "<|start|>assistant"
+# marks around the answer of Granite 3.3 and of Hunyuan, which nothing takes out
+WRAPPED = ("<response>", "<answer>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +66,10 @@ class Thinking:
     marks: Marks
     opened: bool  # the template itself writes the opening mark at the end of a prompt
     empty: str  # makes an empty thought after a prompt that asks for one
-    closing: str  # ends the thought that the template opens although it was asked not to; usually empty
-    wrapped: str = ""  # the mark with which the answer behind a thought begins, one of WRAPPED; usually none
+    # ends the thought that the template opens although it was asked not to; usually empty
+    closing: str
+    # the mark with which the answer behind a thought begins, one of WRAPPED; usually none
+    wrapped: str = ""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, keywords: Keywords = NO_KEYWORDS) -> Thinking | None:
@@ -63,15 +77,27 @@ class Thinking:
         thinking on and off; None for a model that does not. `keywords`: for the template."""
         on, off = (_tail(tokenizer, {**keywords, ENABLE: thinks}) for thinks in (True, False))
         if on.rstrip().endswith(HARMONY_TURN):
-            return cls(HARMONY, False, HARMONY.end, HARMONY.end if off.rstrip().endswith(HARMONY_TURN) else "")
+            return cls(
+                HARMONY,
+                False,
+                HARMONY.end,
+                HARMONY.end if off.rstrip().endswith(HARMONY_TURN) else "",
+            )
         for marks in KINDS:
             opened, closed = on.rstrip().endswith(marks.opening), off.rstrip().endswith(marks.end)
             if on.rstrip().endswith(marks.end):  # it closes the thought whatever is asked
                 continue
-            if opened or closed or marks.end in str(tokenizer.chat_template):  # templates cut thoughts out of answers
+            # templates cut thoughts out of answers
+            if opened or closed or marks.end in str(tokenizer.chat_template):
                 block = off.rpartition(on)[2] if closed and on.strip() else ""  # the template's own
-                empty = _closing(on, marks) or block or marks.opening + marks.white + marks.end + marks.white
-                wrapped = next((mark for mark in WRAPPED if mark in str(tokenizer.chat_template)), "")
+                empty = (
+                    _closing(on, marks)
+                    or block
+                    or marks.opening + marks.white + marks.end + marks.white
+                )
+                wrapped = next(
+                    (mark for mark in WRAPPED if mark in str(tokenizer.chat_template)), ""
+                )
                 return cls(marks, opened, empty, _closing(off, marks), wrapped)
         return None
 
@@ -86,7 +112,9 @@ def _tail(tokenizer: Tokenizer, keywords: Keywords) -> str:
     one that fails, which rendering a prompt will report."""
     try:
         turns = [{"role": "user", "content": PROBE}]
-        return in_template(tokenizer, turns, keywords, add_generation_prompt=True).rpartition(PROBE)[2]
+        return in_template(tokenizer, turns, keywords, add_generation_prompt=True).rpartition(
+            PROBE
+        )[2]
     except Exception:  # a template is a program and may raise anything
         return ""
 
@@ -97,7 +125,8 @@ def _closing(tail: str, marks: Marks) -> str:
     if not tail.rstrip().endswith(marks.opening):
         return ""
     white = tail[len(tail.rstrip()) :]
-    lines = "" if "\n\n" in white else "\n"  # one is empty, as between the marks of Qwen3's empty thought
+    # one is empty, as between the marks of Qwen3's empty thought
+    lines = "" if "\n\n" in white else "\n"
     return f"{lines}{marks.end}{marks.white}" if white else marks.end
 
 
@@ -122,7 +151,8 @@ class ThinkingTokenizer:
 
     def __init__(self, tokenizer: Tokenizer, keywords: Keywords = NO_KEYWORDS, *, on: bool) -> None:
         self.tokenizer, self.on, self.thinking = tokenizer, on, Thinking.of(tokenizer, keywords)
-        self.asked = f"thinking {'on' if on else 'off'}" if self.thinking else ""  # what its prompts depend on
+        # what its prompts depend on
+        self.asked = f"thinking {'on' if on else 'off'}" if self.thinking else ""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tokenizer, name)
@@ -143,13 +173,17 @@ class Thought:
 
     marks: Marks
     opened: bool  # the prompt ends with the opening mark
-    most: int | None = None  # tokens that it may have, its end mark among them; None: no limit of its own
+    # tokens that it may have, its end mark among them; None: no limit of its own
+    most: int | None = None
     prefix: tuple[int, ...] = ()  # the answer's first words, fed once the thought has ended
-    empty: tuple[int, ...] = ()  # an empty thought and the answer's first words, as they follow the prompt
+    # an empty thought and the answer's first words, as they follow the prompt
+    empty: tuple[int, ...] = ()
     text: str = ""  # the prompt with these
 
     @classmethod
-    def after(cls, prompt: Prompt, tokenizer: Tokenizer, thinking: Thinking, prefix: str) -> Thought:
+    def after(
+        cls, prompt: Prompt, tokenizer: Tokenizer, thinking: Thinking, prefix: str
+    ) -> Thought:
         """Return the thought after `prompt`, without a limit. `prefix`: the first words of the
         answer."""
         marks, added = thinking.marks, thinking.empty + prefix
@@ -178,14 +212,17 @@ class ThoughtfulAnswer:
         marks, tokenizer = thought.marks, answer.tokenizer
         go_on = set(tokenize(tokenizer, marks.go_on).ids) if marks.go_on else set[int]()
         self._eos_ids = answer.eos_ids - go_on
-        self._window = len(marks.end.encode()) + MARGIN  # tokens that contain the end mark, and what came with it
+        # tokens that contain the end mark, and what came with it
+        self._window = len(marks.end.encode()) + MARGIN
         self._look = len(marks.opening.encode()) + MARGIN
         self._end: int | None = None  # tokens up to the end mark, once it was seen
         self._count = 0
         self._pick_thought: Callable[[Tensor], Tensor]
         self._pick_answer: Callable[[Tensor], Tensor]
 
-    def picking(self, thought: Callable[[Tensor], Tensor], answer: Callable[[Tensor], Tensor]) -> ThoughtfulAnswer:
+    def picking(
+        self, thought: Callable[[Tensor], Tensor], answer: Callable[[Tensor], Tensor]
+    ) -> ThoughtfulAnswer:
         """Pick tokens of the thought and of the answer by these functions: logits [B V] -> ids
         [B]. Return this object, which picks as a sampler does."""
         self._pick_thought, self._pick_answer = thought, answer
@@ -209,7 +246,11 @@ class ThoughtfulAnswer:
             if self._end is None:
                 if tokens[-1] in self._eos_ids:
                     return "eos"
-                return CUT if self.thought.most is not None and len(tokens) >= self.thought.most else None
+                return (
+                    CUT
+                    if self.thought.most is not None and len(tokens) >= self.thought.most
+                    else None
+                )
         start, skip = self._start(tokens, self._end)
         answer = tokens[start:]
         if not answer:
@@ -254,7 +295,11 @@ class ThoughtfulAnswer:
         None while it goes on."""
         if len(tokens) <= self._look and self._has_none(tokens):
             return 0
-        return len(tokens) if self.thought.marks.end in self._decoded(tokens[-self._window :]) else None
+        return (
+            len(tokens)
+            if self.thought.marks.end in self._decoded(tokens[-self._window :])
+            else None
+        )
 
     def _end_of(self, tokens: Sequence[int]) -> int | None:
         """Return how many of the tokens of a whole answer precede the end of its thought: 0 if it
@@ -264,7 +309,9 @@ class ThoughtfulAnswer:
             return 0
         if end not in self._decoded(tokens):
             return None
-        return bisect_left(range(len(tokens)), True, key=lambda count: end in self._decoded(tokens[:count]))
+        return bisect_left(
+            range(len(tokens)), True, key=lambda count: end in self._decoded(tokens[:count])
+        )
 
     def _has_none(self, tokens: Sequence[int]) -> bool:
         """Return True if an answer that begins with `tokens` does not begin with a thought."""
@@ -281,7 +328,11 @@ class ThoughtfulAnswer:
             known = self._decoded(tokens[max(0, end - self._window) : end])
             if shared := known.rpartition(mark)[2].lstrip():
                 return end - 1, len(last) - len(shared)
-        white = (i for i in range(end, len(tokens)) if tokens[i] in self.answer.eos_ids or self._text_of(tokens[i]))
+        white = (
+            i
+            for i in range(end, len(tokens))
+            if tokens[i] in self.answer.eos_ids or self._text_of(tokens[i])
+        )
         return next(white, len(tokens)), 0
 
     def _text_of(self, token: int) -> str:

@@ -27,7 +27,9 @@ def against(tables: Sequence[Comparison], reference: str) -> list[Comparison]:
     (`snapkv 20%`), which means that row alone. Raise `StoreError` if no row has that name."""
     known = {called for table in tables for entry in table.entries for called in _names(entry)}
     if reference not in known:
-        raise StoreError(f"--against {reference}: no run is called so{suggestion(reference, sorted(known))}")
+        raise StoreError(
+            f"--against {reference}: no run is called so{suggestion(reference, sorted(known))}"
+        )
     compared = []
     for table in tables:
         named = [entry for entry in table.entries if reference in _names(entry)]
@@ -36,11 +38,14 @@ def against(tables: Sequence[Comparison], reference: str) -> list[Comparison]:
         for entry in table.entries:
             other = named[0] if len(named) == 1 else by_budget.get(budget(entry.summary))
             if other is not None and reference not in _names(entry):
-                summary, label = summary_of(entry.run, other.run), f"{entry.label} against {other.title}"
+                summary = summary_of(entry.run, other.run)
+                label = f"{entry.label} against {other.title}"
                 rows.append(replace(entry, full=other.run, summary=summary, label=label))
         if rows:
             entries = corrected(rows, has_scores=not table.of_perplexity)
-            compared.append(replace(table, title=f"Against {reference}: {table.title}", entries=entries))
+            compared.append(
+                replace(table, title=f"Against {reference}: {table.title}", entries=entries)
+            )
     return compared
 
 
@@ -54,4 +59,8 @@ def _names(entry: ReportRow) -> set[str]:
 def differences(table: Comparison) -> list[Column]:
     """Return the columns of a table whose rows `against` has compared with a method other than
     Full: method, budget, and the differences in score and likelihood."""
-    return [replace(column, head=HEADS[column.head]) for column in measurements(table) if column.head in HEADS]
+    return [
+        replace(column, head=HEADS[column.head])
+        for column in measurements(table)
+        if column.head in HEADS
+    ]

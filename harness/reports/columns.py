@@ -77,7 +77,9 @@ def overview(table: Comparison) -> list[Column]:
         quantity("TT2T", each(rows, "tt2t_s.p50"), SECONDS),
         quantity("TPOT", each(rows, "tpot_s.p50"), SECONDS),
         *_held_bytes([row["memory"] for row in rows]),
-        quantity("moved", each(rows, "memory.moved_bytes_per_step"), BYTES, "/step", hide_zeros=True),
+        quantity(
+            "moved", each(rows, "memory.moved_bytes_per_step"), BYTES, "/step", hide_zeros=True
+        ),
     ]
 
 
@@ -265,7 +267,9 @@ def signed(nats: float | None) -> str:
 def _held_bytes(memory: Sequence[Mapping[str, Any]]) -> list[Column]:
     """Return a column for each tier with the bytes held there, all in one unit. A tier that holds
     nothing in any row has no column, except the device."""
-    sizes = {tier.head: [row.get(bytes_key(name)) for row in memory] for name, tier in TIERS.items()}
+    sizes = {
+        tier.head: [row.get(bytes_key(name)) for row in memory] for name, tier in TIERS.items()
+    }
     shown = (TIERS[DEVICE].head, *(head for head, some in sizes.items() if any(some)))
     return [column for column in quantities(sizes, BYTES) if column.head in shown]
 

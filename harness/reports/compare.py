@@ -38,8 +38,10 @@ class ReportRow:
     full: StoredRun | None
     summary: dict[str, Any]
     label: str
-    not_held: str | None = None  # why it is held against no Full, where there is one that might have been
-    score_p: float | None = None  # of the difference of its score to Full's, after Holm's correction over the table
+    # why it is held against no Full, where there is one that might have been
+    not_held: str | None = None
+    # of the difference of its score to Full's, after Holm's correction over the table
+    score_p: float | None = None
     cost_p: float | None = None  # the same of the likelihoods of the right answers
 
     @property
@@ -80,7 +82,13 @@ class Comparison:
         """The alarms of this table (harness/results/alarms.py), the most serious first."""
         return table_alarms(
             [
-                AlarmRow(row.title, row.run, row.full, row.summary, row.cost_p if self.of_perplexity else row.score_p)
+                AlarmRow(
+                    row.title,
+                    row.run,
+                    row.full,
+                    row.summary,
+                    row.cost_p if self.of_perplexity else row.score_p,
+                )
                 for row in self.entries
             ]
         )
@@ -88,7 +96,9 @@ class Comparison:
     @cached_property
     def on_shared_machines(self) -> frozenset[str]:
         """The titles of rows whose times suffered, because others used the machine."""
-        return frozenset(title for alarm in self.alarms if alarm.kind == SHARED for title in alarm.rows)
+        return frozenset(
+            title for alarm in self.alarms if alarm.kind == SHARED for title in alarm.rows
+        )
 
 
 def comparisons(runs: Sequence[StoredRun]) -> list[Comparison]:
@@ -99,9 +109,14 @@ def comparisons(runs: Sequence[StoredRun]) -> list[Comparison]:
     for run in runs:
         tables[combination(run)].append(run)
     groups = list(tables.values())
-    names = titles([next((run for run in group if run.info.get("presets")), group[0]) for group in groups], ONE_TABLE)
+    names = titles(
+        [next((run for run in group if run.info.get("presets")), group[0]) for group in groups],
+        ONE_TABLE,
+    )
     neighbours = Neighbours(runs)
-    return [_comparison(group, title, neighbours) for group, title in zip(groups, names, strict=True)]
+    return [
+        _comparison(group, title, neighbours) for group, title in zip(groups, names, strict=True)
+    ]
 
 
 def _comparison(runs: Sequence[StoredRun], title: str, neighbours: Neighbours) -> Comparison:
@@ -112,7 +127,9 @@ def _comparison(runs: Sequence[StoredRun], title: str, neighbours: Neighbours) -
         full = reference(run, neighbours.known(run)) or reference(run, neighbours.beside(run))
         reason = None if full else not_held(run, [*neighbours.known(run), *neighbours.beside(run)])
         entries.append(ReportRow(run, full, summary_of(run, full), label, reason))
-    entries.sort(key=lambda entry: (method_of(entry.run) != FULL, entry.label, asked(entry.summary)))
+    entries.sort(
+        key=lambda entry: (method_of(entry.run) != FULL, entry.label, asked(entry.summary))
+    )
     if any(run.config.get("budget_rule") == "paper" for run in runs):
         title += ", budget_rule=paper"
     metric = str(runs[0].info.get("task_info", {}).get("metric", "score"))
@@ -123,7 +140,10 @@ def corrected(entries: Sequence[ReportRow], has_scores: bool) -> list[ReportRow]
     """Return the rows with the p values of their comparisons with Full, the baseline, after Holm's
     correction over the whole table. With `has_scores`, p values of scores and of likelihoods are
     corrected together."""
-    scores = [entry.summary["full"]["p"] if has_scores and entry.summary["full"] else None for entry in entries]
+    scores = [
+        entry.summary["full"]["p"] if has_scores and entry.summary["full"] else None
+        for entry in entries
+    ]
     ps = [*scores, *(entry.cost.get("p") for entry in entries)]
     adjusted = iter(stats.holm([p for p in ps if p is not None]))
     placed = [None if p is None else next(adjusted) for p in ps]

@@ -31,7 +31,9 @@ def conditions(table: Comparison) -> Iterator[str]:
     yield from dict.fromkeys(_checked(check) for check in checks if check)
     models = [entry.run.config.get("model") for entry in entries]
     ropes = [model["rope"] for model in models if isinstance(model, Mapping) and model.get("rope")]
-    yield from dict.fromkeys(f"model: rotated by model.rope={plain(rope)}, not by its own config" for rope in ropes)
+    yield from dict.fromkeys(
+        f"model: rotated by model.rope={plain(rope)}, not by its own config" for rope in ropes
+    )
     for subjects in SUBJECTS:
         yield "; ".join(_per_row(subject, entries) for subject in subjects)
     if common := _common_settings([entry.run for entry in entries]):
@@ -69,7 +71,11 @@ def _prompts(records: Sequence[Record]) -> Iterator[str]:
         lengths[record.data.get("length")][record.prompt_sha256] = record.prompt_tokens
     for asked, tokens in sorted(lengths.items(), key=lambda pair: pair[0] or 0):
         low, high = min(tokens.values()), max(tokens.values())
-        span = f"{low} tokens" if low == high else f"{low} to {high} tokens, median {median(tokens.values()):.0f}"
+        span = (
+            f"{low} tokens"
+            if low == high
+            else f"{low} to {high} tokens, median {median(tokens.values()):.0f}"
+        )
         yield span if asked is None else f"length={asked}: {span}"
     if not lengths:
         yield "none was run"
@@ -110,7 +116,10 @@ def _common_settings(runs: Sequence[StoredRun]) -> str:
     Settings in which rows differ are in their labels."""
     defaults = recorded_defaults(str(runs[0].config.get("device")))
     usual = flatten(defaults)
-    first, *others = [flatten({key: value for key, value in run.config.items() if key in defaults}) for run in runs]
+    first, *others = [
+        flatten({key: value for key, value in run.config.items() if key in defaults})
+        for run in runs
+    ]
     known = {key: value for key, value in first.items() if key in usual and value != usual[key]}
     named = [key for key in known if key.partition(".")[0] not in (*NOT_NAMED, *SHOWN_APART)]
     shared = [key for key in named if all(own.get(key) == first[key] for own in others)]
@@ -125,9 +134,14 @@ def code_versions(entries: Sequence[ReportRow]) -> Iterator[str]:
         alike[same].append(entry)
     for rows in alike.values():
         identities = [row.run.info.get("identity") or {} for row in rows]
-        codes = [(identity.get("code") or {}) | {"shared code": identity.get("core")} for identity in identities]
+        codes = [
+            (identity.get("code") or {}) | {"shared code": identity.get("core")}
+            for identity in identities
+        ]
         modules = dict.fromkeys(chain.from_iterable(codes))
         differing = [module for module in modules if len({code.get(module) for code in codes}) > 1]
         if differing:
-            began = ", ".join(f"{row.title} began {str(row.run.info.get('started'))[:16]}" for row in rows)
+            began = ", ".join(
+                f"{row.title} began {str(row.run.info.get('started'))[:16]}" for row in rows
+            )
             yield f"{name(rows[0].run, 'method')}: versions of its code ({', '.join(differing)}): {began}"

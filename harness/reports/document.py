@@ -28,8 +28,11 @@ from harness.reports.rerun import command
 from harness.terminal.notices import visible
 from harness.terminal.tables import WIDTH, Column, in_markdown, markdown_table, text_table
 
-IN_LATEX = str.maketrans({char: f"\\{char}" for char in "&%$#_{}"})  # of a name that may hold any character
-IN_LATEX |= str.maketrans({"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"})
+# of a name that may hold any character
+IN_LATEX = str.maketrans({char: f"\\{char}" for char in "&%$#_{}"})
+IN_LATEX |= str.maketrans(
+    {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+)
 NAMES = 2  # columns that name a row
 RED, PLAIN = "\033[1;31m", "\033[0m"
 LIKELIHOOD = (
@@ -66,8 +69,12 @@ def report_tables(table: Comparison) -> list[ReportTable]:
         ReportTable("Score by turns between telling and asking", groups.ago_scores(table)),
         ReportTable("Time to the first token by turn", groups.turn_times(table)),
         ReportTable("What a turn found of its history", groups.turn_reuse(table)),
-        ReportTable("Score by group", groups.group_table(table), [] if table.of_perplexity else [GROUPS]),
-        ReportTable("The task's own averages", groups.average_table(table), [groups.average_meanings(table)]),
+        ReportTable(
+            "Score by group", groups.group_table(table), [] if table.of_perplexity else [GROUPS]
+        ),
+        ReportTable(
+            "The task's own averages", groups.average_table(table), [groups.average_meanings(table)]
+        ),
     ]
     return [shown for shown in tables if shown.columns]
 
@@ -79,7 +86,9 @@ def overview_text(tables: Sequence[Comparison], more: str, *, colour: bool = Fal
     for table in tables:
         parts += [visible(table.title), "", text_table(columns.overview(table), OVERVIEW_WIDTH), ""]
         for line in map(visible, lines(table)):
-            parts.append(f"{RED}  {line}{PLAIN}" if colour and line.startswith(ALARM) else f"  {line}")
+            parts.append(
+                f"{RED}  {line}{PLAIN}" if colour and line.startswith(ALARM) else f"  {line}"
+            )
         parts.append("")
     return "\n".join([*parts[:-1], f"  {more}"]) if parts else ""
 
@@ -88,7 +97,11 @@ def as_text(tables: Sequence[Comparison], compared: Sequence[Comparison] = ()) -
     """Return all tables as text for a terminal. `compared`: tables of `--against`."""
     parts = []
     for table in tables:
-        parts.append("\n".join([visible(table.title), *map(_wrapped, [*all_lines(table), *conditions(table)])]))
+        parts.append(
+            "\n".join(
+                [visible(table.title), *map(_wrapped, [*all_lines(table), *conditions(table)])]
+            )
+        )
         parts += map(_block, report_tables(table))
     return "\n\n".join([*parts, *(_block(_against(table)) for table in compared)])
 
@@ -108,11 +121,16 @@ def _block(table: ReportTable) -> str:
     shown = [column for column in table.columns if not column.empty]
     pieces = [shown[:NAMES]]
     for column in shown[NAMES:]:
-        if len(pieces[-1]) > NAMES and sum(kept.width + 2 for kept in [*pieces[-1], column]) > WIDTH:
+        if (
+            len(pieces[-1]) > NAMES
+            and sum(kept.width + 2 for kept in [*pieces[-1], column]) > WIDTH
+        ):
             pieces.append(shown[:NAMES])
         pieces[-1].append(column)
     notes = "\n".join(map(_wrapped, filter(None, table.notes)))
-    return "\n\n".join([visible(table.caption), *map(text_table, pieces), *([notes] if notes else [])])
+    return "\n\n".join(
+        [visible(table.caption), *map(text_table, pieces), *([notes] if notes else [])]
+    )
 
 
 def _wrapped(note: str) -> str:
@@ -142,7 +160,10 @@ def as_latex(tables: Sequence[Comparison], compared: Sequence[Comparison] = ()) 
     for table in tables:
         parts += map(_comment, [table.title, *all_lines(table), *conditions(table)])
         overview = ReportTable("Scores, times and bytes", columns.overview(table))
-        parts += [_latex(shown, f"{shown.caption}: {table.title}") for shown in (overview, *report_tables(table))]
+        parts += [
+            _latex(shown, f"{shown.caption}: {table.title}")
+            for shown in (overview, *report_tables(table))
+        ]
     return "\n".join([*parts, *(_latex(_against(table), table.title) for table in compared)])
 
 
@@ -152,8 +173,13 @@ def _latex(table: ReportTable, caption: str) -> str:
     shown = [column for column in table.columns if not column.empty]
     marked = any(columns.NOT_KEPT in cell for column in shown[:NAMES] for cell in column.cells)
     said = " ".join(caption.split()) + f" ({columns.NOT_KEPT}: budget not kept)" * marked
-    heads = [" ".join([*column.head.split(), *[f"({column.unit})"] * bool(column.unit)]) for column in shown]
-    rows = pd.DataFrame(list(zip(*(map(visible, column.cells) for column in shown), strict=True)), columns=heads)
+    heads = [
+        " ".join([*column.head.split(), *[f"({column.unit})"] * bool(column.unit)])
+        for column in shown
+    ]
+    rows = pd.DataFrame(
+        list(zip(*(map(visible, column.cells) for column in shown), strict=True)), columns=heads
+    )
     float_of = rows.to_latex(
         index=False,
         escape=True,

@@ -18,10 +18,22 @@ from harness.reports.notes import is_stored, keeps_history
 from harness.results.compared import paired
 from harness.results.fact import Unit
 from harness.results.facts import by_unit
-from harness.terminal.tables import SECONDS, Column, counts, digits, number, percent, quantities, quantity, with_ci
+from harness.terminal.tables import (
+    SECONDS,
+    Column,
+    counts,
+    digits,
+    number,
+    percent,
+    quantities,
+    quantity,
+    with_ci,
+)
 
-UNITS: tuple[Unit, ...] = ("tier", "turns", "tokens", "seconds")  # of the columns of what turns found, in their order
-ReuseRow = tuple[ReportRow, str, Mapping[str, Any]]  # a run, the number of a turn, what its summary has of that
+# of the columns of what turns found, in their order
+UNITS: tuple[Unit, ...] = ("tier", "turns", "tokens", "seconds")
+# a run, the number of a turn, what its summary has of that
+ReuseRow = tuple[ReportRow, str, Mapping[str, Any]]
 
 
 def group_table(table: Comparison) -> list[Column]:
@@ -66,7 +78,9 @@ def _cell(score: Mapping[str, Any] | None, size: int, starred: bool) -> str:
     far."""
     if score is None:
         return ""
-    return percent(score["mean"]) + "*" * starred + (f" ({score['n']})" if score["n"] < size else "")
+    return (
+        percent(score["mean"]) + "*" * starred + (f" ({score['n']})" if score["n"] < size else "")
+    )
 
 
 def average_table(table: Comparison) -> list[Column]:
@@ -123,7 +137,11 @@ def _by_turn(table: Comparison, section: str, key: str) -> list[Column]:
     for column, (turn, known) in zip(measured, longest.items(), strict=True):
         if key == "score":
             scores = [run.get(turn, {}) for run in runs]
-            column = replace(column, unit="", cells=[with_ci(score.get(key), score.get("ci95")) for score in scores])
+            column = replace(
+                column,
+                unit="",
+                cells=[with_ci(score.get(key), score.get("ci95")) for score in scores],
+            )
         size = ", ".join(filter(None, (column.unit, f"n = {known['n']}", _tokens(known))))
         columns.append(replace(column, unit=size))
     return columns
@@ -146,7 +164,11 @@ def turn_reuse(table: Comparison) -> list[Column]:
         *names(entries),
         counts("turn", [int(place) for _, place, _ in rows]),
         counts("n", [turn["n"] for turn in turns]),
-        *(_of_turns(key, fact.head, fact.unit, rows) for key, fact in by_unit(UNITS) if fact.by_turn and fact.head),
+        *(
+            _of_turns(key, fact.head, fact.unit, rows)
+            for key, fact in by_unit(UNITS)
+            if fact.by_turn and fact.head
+        ),
     ]
 
 
@@ -157,7 +179,10 @@ def _of_turns(key: str, head: str, unit: str, rows: Sequence[ReuseRow]) -> Colum
         found = [_found(turn) if place != "1" else "" for _, place, turn in rows]
         return Column(head, "", found, left=True)
     if unit == "seconds":
-        stored = [value if is_stored(entry) else None for value, (entry, *_) in zip(values, rows, strict=True)]
+        stored = [
+            value if is_stored(entry) else None
+            for value, (entry, *_) in zip(values, rows, strict=True)
+        ]
         return quantity(head, stored, SECONDS, hide_zeros=True)
     if unit == "tokens":
         return number(head, unit, values)
@@ -176,4 +201,6 @@ def _found(turn: Mapping[str, Any]) -> str:
     hits = dict(turn.get("hits") or {})
     if missed := turn.get("n", 0) - sum(hits.values()):
         hits["nowhere"] = missed
-    return ", ".join(hits if len(hits) == 1 else (f"{tier} {count}" for tier, count in hits.items()))
+    return ", ".join(
+        hits if len(hits) == 1 else (f"{tier} {count}" for tier, count in hits.items())
+    )

@@ -17,11 +17,15 @@ from harness.results.identity import model_name
 from harness.results.run_folder import StoredRun, given
 from harness.terminal.tables import BYTES, with_unit
 
-NOT_NAMED = [key for key, entry in ENTRIES.items() if entry.named == "never" or not entry.identifies]
-SAID_BY_TABLE = [key for key, entry in ENTRIES.items() if entry.named == "among_namesakes"]  # if no namesake differs
+NOT_NAMED = [
+    key for key, entry in ENTRIES.items() if entry.named == "never" or not entry.identifies
+]
+# if no namesake differs
+SAID_BY_TABLE = [key for key, entry in ENTRIES.items() if entry.named == "among_namesakes"]
 ALWAYS_NAMED = [key for key, entry in ENTRIES.items() if entry.named == "always"]
 COUNTS_ANSWER = "prompt and answer"  # in a summary, of a budget that is all rows of a KV head
-WHOLE = ("store.", "overflow.")  # keys that their last word does not explain: store.disk, overflow.by
+# keys that their last word does not explain: store.disk, overflow.by
+WHOLE = ("store.", "overflow.")
 LONGEST = 40  # characters of a value; a longer one, such as a template, is named by its hash
 
 
@@ -49,7 +53,9 @@ def _read_as(run: StoredRun) -> str:
     """Return the words of a title on the protocol, on thoughts and on another rotation."""
     model, thinking = run.config.get("model"), run.config.get("thinking", "off")
     rope = model.get("rope") if isinstance(model, Mapping) else None
-    words = f" thinking={thinking}" * (thinking != "off") + (f" model.rope={spelled(rope)}" if rope else "")
+    words = f" thinking={thinking}" * (thinking != "off") + (
+        f" model.rope={spelled(rope)}" if rope else ""
+    )
     return f", protocol={run.config.get('protocol')}{words}"
 
 
@@ -60,21 +66,36 @@ def labels(runs: Sequence[StoredRun]) -> list[str]:
     budget."""
     names = [name(run, "method") for run in runs]
     settings = [_settings(run) for run in runs]
-    parts = zip(_among_namesakes(names, settings), _changed(runs, settings), _unusual(runs, settings), strict=True)
-    full = [" ".join(dict.fromkeys([name, *chain(*words)])) for name, words in zip(names, parts, strict=True)]
+    parts = zip(
+        _among_namesakes(names, settings),
+        _changed(runs, settings),
+        _unusual(runs, settings),
+        strict=True,
+    )
+    full = [
+        " ".join(dict.fromkeys([name, *chain(*words)]))
+        for name, words in zip(names, parts, strict=True)
+    ]
     rows = [
         (label, str(run.config.get("budget_bytes") or run.config.get("budget")))
         for label, run in zip(full, runs, strict=True)
     ]
     alike, marks = Counter(rows), _marks(runs)
-    return [f"{label} {mark}" if alike[row] > 1 else label for label, row, mark in zip(full, rows, marks, strict=True)]
+    return [
+        f"{label} {mark}" if alike[row] > 1 else label
+        for label, row, mark in zip(full, rows, marks, strict=True)
+    ]
 
 
 def _settings(run: StoredRun) -> Flat:
     """Return the settings that a label may name; those of the store only for a run with a store."""
     without_use = () if run.config.get("history") == "store" else "store."
     flat = flatten({key: value for key, value in run.config.items() if key not in NOT_NAMED})
-    return {key: value for key, value in flat.items() if key not in NOT_NAMED and not key.startswith(without_use)}
+    return {
+        key: value
+        for key, value in flat.items()
+        if key not in NOT_NAMED and not key.startswith(without_use)
+    }
 
 
 def _marks(runs: Sequence[StoredRun]) -> list[str]:
@@ -84,7 +105,8 @@ def _marks(runs: Sequence[StoredRun]) -> list[str]:
     places = [run.folder.resolve().parent for run in runs]
     top = commonpath(places)
     return [
-        f"#{run.folder.name.rpartition('-')[2][:4]}" + f" {relpath(place, top)}" * (twins[run.folder.name] > 1)
+        f"#{run.folder.name.rpartition('-')[2][:4]}"
+        + f" {relpath(place, top)}" * (twins[run.folder.name] > 1)
         for run, place in zip(runs, places, strict=True)
     ]
 
@@ -108,7 +130,9 @@ def _among_namesakes(names: Sequence[str], settings: Sequence[Flat]) -> Iterator
     for name, mine in zip(names, settings, strict=True):
         rivals[name].append(mine)
     differing = {name: _differing(some) for name, some in rivals.items()}
-    yield from (spelled_out(mine, differing[name]) for name, mine in zip(names, settings, strict=True))
+    yield from (
+        spelled_out(mine, differing[name]) for name, mine in zip(names, settings, strict=True)
+    )
 
 
 def _changed(runs: Sequence[StoredRun], settings: Sequence[Flat]) -> Iterator[list[str]]:
@@ -143,7 +167,8 @@ def _unusual(runs: Sequence[StoredRun], settings: Sequence[Flat]) -> Iterator[li
                 key: mine.get(key, value)  # older runs lack some
                 for key, value in known.items()
                 if (key in mine or not key.startswith("store."))
-                and not (key in mine and mine[key] == NEUTRAL[key] != value)  # of no use to the method
+                # of no use to the method
+                and not (key in mine and mine[key] == NEUTRAL[key] != value)
             }
         )
     differing = [*_differing(own), *ALWAYS_NAMED]
@@ -178,7 +203,11 @@ def _assigned(key: str, settings: Flat) -> str:
     value, last = settings[key], key.rpartition(".")[2]
     if last == TARGET:
         return str(value).rpartition(".")[2]
-    rivals = [other for other, known in settings.items() if other.rpartition(".")[2] == last and known is not None]
+    rivals = [
+        other
+        for other, known in settings.items()
+        if other.rpartition(".")[2] == last and known is not None
+    ]
     return f"{last if len(rivals) == 1 and not key.startswith(WHOLE) else key}={spelled(value)}"
 
 

@@ -35,11 +35,17 @@ from harness.terminal.tables import BYTES, Column, quantity
 from methods.tiers.tier import TIERS, bytes_key
 
 Kind = TypeVar("Kind")  # of a cell's value
-KNOWN_BY = {"label", "command", "presets.method", "score.mean"}  # columns of a report's rows, not of other CSV files
+# columns of a report's rows, not of other CSV files
+KNOWN_BY = {"label", "command", "presets.method", "score.mean"}
 REMEDY = "correct it, or make the file again with harness.report --csv"
-APART = {"read": "bytes read", "times": "TT2T and TPOT"}  # what NAME_read and NAME_times add to the rows of NAME
+# what NAME_read and NAME_times add to the rows of NAME
+APART = {"read": "bytes read", "times": "TT2T and TPOT"}
 FULL, PRESS, REFERENCE = "full", "kvpress", "reference"
-KINDS = {"evicts": r"\bevicts?\b", "reads a part": r"\b(selects?|samples?|draws?)\b", "quantises": r"\bbits\b"}
+KINDS = {
+    "evicts": r"\bevicts?\b",
+    "reads a part": r"\b(selects?|samples?|draws?)\b",
+    "quantises": r"\bbits\b",
+}
 OF_PROMPTS = (  # columns that are equal for rows with the same prompts
     "model", "protocol", "seed", "num_examples", "prompt_tokens.min", "prompt_tokens.median", "prompt_tokens.max",
 )  # fmt: skip
@@ -74,7 +80,9 @@ class Row(dict[str, str]):
         try:
             return parse(text) if text else None
         except (ValueError, TypeError, RecursionError) as error:
-            raise StoreError(f"{self.place}, column {column}: {text[:40]!r} is no {kind}; {REMEDY}") from error
+            raise StoreError(
+                f"{self.place}, column {column}: {text[:40]!r} is no {kind}; {REMEDY}"
+            ) from error
 
 
 class PublishedRow(NamedTuple):
@@ -102,8 +110,12 @@ def leaderboard(folders: Sequence[Path]) -> str:
     """Return the HTML of the page; all text from CSV files is escaped. `folders`: where these lie, at any depth."""
     tables = published_tables(folders)
     if not tables:
-        raise StoreError(f"{', '.join(map(str, folders))}: no CSV file of harness.report --csv there.")
-    links = "".join(f'<li><a href="#table-{i}">{escape(table.title)}</a></li>' for i, table in enumerate(tables))
+        raise StoreError(
+            f"{', '.join(map(str, folders))}: no CSV file of harness.report --csv there."
+        )
+    links = "".join(
+        f'<li><a href="#table-{i}">{escape(table.title)}</a></li>' for i, table in enumerate(tables)
+    )
     body = [f"<h1>{TITLE}</h1>", listed(INTRODUCTION, "soft"), _filters(tables)]
     body += [f"<details><summary>All {len(tables)} tables</summary><ol>{links}</ol></details>"]
     for i, table in enumerate(tables):
@@ -119,7 +131,9 @@ def published_tables(folders: Sequence[Path]) -> list[PublishedTable]:
             by_name[known.get("experiment") or path.stem].append(Row(place, known))
     tables = []
     for name in by_name.keys() - {f"{name}_{word}" for name in by_name for word in APART}:
-        repeated = {(word, _key(row)): row for word in APART for row in by_name.get(f"{name}_{word}", ())}
+        repeated = {
+            (word, _key(row)): row for word in APART for row in by_name.get(f"{name}_{word}", ())
+        }
         alike: dict[tuple[str, ...], list[PublishedRow]] = defaultdict(list)
         for own in by_name[name]:
             apart = {word: repeated.get((word, _key(own))) for word in APART}
@@ -164,7 +178,9 @@ def _texts(text: str) -> list[str]:
 
 def _estimate(row: Row, section: str, key: str) -> dict[str, Any]:
     """Return a number of a section of a run's summary, with its interval and its p."""
-    known = {name: _number(row, f"{section}.{name}") for name in (key, "p", "ci95.low", "ci95.high")}
+    known = {
+        name: _number(row, f"{section}.{name}") for name in (key, "p", "ci95.low", "ci95.high")
+    }
     ends = [known["ci95.low"], known["ci95.high"]]
     return known | {"ci95": None if None in ends else ends}
 
@@ -177,8 +193,11 @@ def _entry(row: PublishedRow) -> ReportRow:
     summary = {
         "score": _estimate(own, "score", "mean"),
         "full": _estimate(own, "full", "diff"),
-        "likelihood": _estimate(own, "likelihood", "mean") | {"full": _estimate(own, "likelihood.full", "diff")},
-        "memory": {key: _number(own, f"memory.{key}") for key in (*MEASURES, *map(bytes_key, TIERS))},
+        "likelihood": _estimate(own, "likelihood", "mean")
+        | {"full": _estimate(own, "likelihood.full", "diff")},
+        "memory": {
+            key: _number(own, f"memory.{key}") for key in (*MEASURES, *map(bytes_key, TIERS))
+        },
         **{key: {"p50": _number(times, f"{key}.p50")} for key in ("tt2t_s", "tpot_s")},
         "budget": {
             "asked": int(size) if size and size > 1 else size,  # tokens, or a share
@@ -236,7 +255,9 @@ def _kinds(row: Row) -> list[str]:
     rule = entry.facts().get("rule", "") if entry else ""
     if " codec=" in row["command"]:
         rule += " bits"
-    return [kind for kind, pattern in KINDS.items() if re.search(pattern, rule)] or ["reads everything"]
+    return [kind for kind, pattern in KINDS.items() if re.search(pattern, rule)] or [
+        "reads everything"
+    ]
 
 
 def command_of(row: Row) -> str | None:
@@ -269,11 +290,16 @@ def _section(table: PublishedTable) -> Iterator[str]:
         if repeated := [row.apart[word] for row in table.rows if word in row.apart]:
             more.append(f"{what}: {_conditions(repeated)}")
     used = "".join(row.own.get("stamps", "") for row in table.rows)
-    more += [f"stamp {stamp}: {meaning}" for stamp, meaning in stamp_meanings().items() if stamp in used]
+    more += [
+        f"stamp {stamp}: {meaning}" for stamp, meaning in stamp_meanings().items() if stamp in used
+    ]
     if more:
         yield f"<details><summary>Conditions of other columns, and stamps</summary>{listed(more, 'soft')}</details>"
     facts = [_facts(table, row) for row in table.rows]
-    attributes = ["".join(f' data-{name}="{escape("|".join(known[name]))}"' for name in FILTERS) for known in facts]
+    attributes = [
+        "".join(f' data-{name}="{escape("|".join(known[name]))}"' for name in FILTERS)
+        for known in facts
+    ]
     shown = ReportTable(f"{table.name}: scores, bytes and times", list(_columns(table, facts)))
     yield table_html(shown, attributes, [_origin(row) for row in table.rows])
 
@@ -281,10 +307,14 @@ def _section(table: PublishedTable) -> Iterator[str]:
 def _conditions(rows: Sequence[Row]) -> str:
     """Return the prompts of these rows, the settings that all share, machine, commit and date as text."""
     first = rows[0]
-    low, high, middle = (_number(first, f"prompt_tokens.{end}") or 0 for end in ("min", "max", "median"))
+    low, high, middle = (
+        _number(first, f"prompt_tokens.{end}") or 0 for end in ("min", "max", "median")
+    )
     words = [[word for word in _words(row) if "=" in word] for row in rows]
     shared = [word for word in words[0] if all(word in others for others in words)]
-    settings = " ".join(word for word in shared if not word.startswith(("method", "model=", "data.root=")))
+    settings = " ".join(
+        word for word in shared if not word.startswith(("method", "model=", "data.root="))
+    )
     machine = ", ".join(dict.fromkeys([_among(rows, "device_name"), _among(rows, "cpu")]))
     dates = f"{_among(rows, 'started', 10)}, {_among(rows, 'ended', 10)}"
     days = sorted(dates.split(", "))
@@ -301,20 +331,29 @@ def _among(rows: Sequence[Row], key: str, length: int | None = None) -> str:
     return ", ".join(sorted({(row.get(key) or "unknown")[:length] for row in rows}))
 
 
-def _columns(table: PublishedTable, facts: Sequence[Mapping[str, Sequence[str]]]) -> Iterator[Column]:
+def _columns(
+    table: PublishedTable, facts: Sequence[Mapping[str, Sequence[str]]]
+) -> Iterator[Column]:
     """Yield the columns of a report's first table, bytes read, and what a row is. Nothing is left empty, but what is
     zero in all rows has no column."""
-    metric = PERPLEXITY if any(row.own.get(f"score.averages.{PERPLEXITY}") for row in table.rows) else ""
+    metric = (
+        PERPLEXITY if any(row.own.get(f"score.averages.{PERPLEXITY}") for row in table.rows) else ""
+    )
     comparison = Comparison(table.title, metric, [_entry(row) for row in table.rows])
-    reads = [_number(row.apart.get("read", row.own), "memory.read_bytes_per_step") for row in table.rows]
+    reads = [
+        _number(row.apart.get("read", row.own), "memory.read_bytes_per_step") for row in table.rows
+    ]
     costs = {"NLL\nvs Full": cost_difference(comparison)}  # with its interval
     for column in (*overview(comparison), quantity("read", reads, BYTES, "/step")):
         column = costs.get(column.head, column)
         empty = "none" if column.head == "budget" else "not measured"
-        at_full = REFERENCE if "full" in column.head.lower() or column.head == "p" else empty  # of differences to it
+        # of differences to it
+        at_full = REFERENCE if "full" in column.head.lower() or column.head == "p" else empty
         words = [at_full if row.own["method"] == FULL else empty for row in table.rows]
         if not column.empty or not any(value is not None for value in column.values):
-            yield replace(column, cells=[cell or word for cell, word in zip(column.cells, words, strict=True)])
+            yield replace(
+                column, cells=[cell or word for cell, word in zip(column.cells, words, strict=True)]
+            )
     for name in ("setting", "kind"):
         yield Column(name, "", [" + ".join(known[name]) for known in facts], left=True)
     yield Column("stamps", "", [row.own.get("stamps", "") for row in table.rows], left=True)
@@ -326,9 +365,13 @@ def _origin(row: PublishedRow) -> str:
     sources = {"scores and bytes": row.own}
     sources |= {APART[word]: own for word, own in row.apart.items()}
     for what, source in sources.items():
-        gone = f"This version lacks {source['presets.method']}; commit {source.get('commit')} has it."
+        gone = (
+            f"This version lacks {source['presets.method']}; commit {source.get('commit')} has it."
+        )
         command = command_of(source)
-        parts += f"<p>{what}</p>" + (f"<code>{escape(command)}</code>" if command else f"<p>{escape(gone)}</p>")
+        parts += f"<p>{what}</p>" + (
+            f"<code>{escape(command)}</code>" if command else f"<p>{escape(gone)}</p>"
+        )
     means = []
     for key in row.own:
         group = re.fullmatch(r"score\.groups\.(.+)\.mean", key)

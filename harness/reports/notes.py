@@ -51,7 +51,10 @@ def stamps(entry: ReportRow, table: Comparison) -> str:
         **{fact.stamp[0]: row.get(key) for key, fact in FACTS.items() if fact.stamp},
         "P": entry.run.info.get("plain_steps"),
         "C": entry.run.info.get("earlier"),
-        **{status[0].upper(): row["status"] == status for status in ("running", "interrupted", "failed")},
+        **{
+            status[0].upper(): row["status"] == status
+            for status in ("running", "interrupted", "failed")
+        },
         "!": row["warnings"],
     }
     return "".join(stamp for stamp in stamp_meanings() if holds[stamp])
@@ -74,7 +77,9 @@ def notes(table: Comparison) -> Iterator[str]:
     if any(row["throughput_tok_s"] is not None for row in rows):
         yield "decode: tokens after the second over the time of their steps; sequences of a batch share a step's time"
     if any(entry.score_differs or entry.cost_differs for entry in entries):
-        both = ", scores and likelihoods together" * any(entry.cost_p is not None for entry in entries)
+        both = ", scores and likelihoods together" * any(
+            entry.cost_p is not None for entry in entries
+        )
         yield f"*: differs from Full after Holm's correction over this table{both}"
     if any(entry.run.config.get("budget_rule") == "paper" for entry in entries):
         yield (
@@ -101,7 +106,11 @@ def notes(table: Comparison) -> Iterator[str]:
         )
     yield from _of_questions(entries)
     used = {stamp for entry in entries for stamp in stamps(entry, table)}
-    yield from (f"{stamp}: {meaning}" for stamp, meaning in stamp_meanings().items() if stamp in used and stamp != "!")
+    yield from (
+        f"{stamp}: {meaning}"
+        for stamp, meaning in stamp_meanings().items()
+        if stamp in used and stamp != "!"
+    )
     yield from code_versions(entries)
     for entry in entries:
         if again := entry.run.info.get("rescored"):
@@ -128,7 +137,11 @@ def _of_questions(entries: Sequence[ReportRow]) -> Iterator[str]:
         for fact in reversed([*FACTS.values()]):  # from the example's to its steps'
             if fact.note:
                 yield from fact.note(entry.title, entry.run.records, entry.run.config)
-    texts = {len({r.independent for r in e.run.records}) for e in entries if any(r["unit"] for r in e.run.records)}
+    texts = {
+        len({r.independent for r in e.run.records})
+        for e in entries
+        if any(r["unit"] for r in e.run.records)
+    }
     drawn = {(e.run.config.get("generation") or {}).get("samples", 1) for e in entries}
     for count in sorted(texts):
         if drawn != {1}:

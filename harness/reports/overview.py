@@ -58,7 +58,9 @@ def _compared(table: Comparison) -> str:
     asked = [entry.run.records for entry in table.entries]
     counts = [len({record.independent for record in some} if drawn > 1 else some) for some in asked]
     prompts = f"{_span(counts)} prompt{'s' * ({*counts} != {1})} of {_span(lengths)} tokens"
-    answers = f" x {drawn} answers" * (drawn > 1) + f" at temperature {temperature}" * bool(temperature)
+    answers = f" x {drawn} answers" * (drawn > 1) + f" at temperature {temperature}" * bool(
+        temperature
+    )
     return f"{prompts}{answers}; score: {measure}; {machine}{times}."
 
 
@@ -83,7 +85,9 @@ def _too_long(table: Comparison) -> Iterator[str]:
         if way not in (None, "refuse") and (cut or skipped):
             where = "at the beginning" if way == "left" else "in the middle"
             count = f"of {_asked(entry)} prompts"
-            parts = [f"{cut} {count} cut {where}"] * bool(cut) + [f"{skipped} {count} left out"] * bool(skipped)
+            parts = [f"{cut} {count} cut {where}"] * bool(cut) + [
+                f"{skipped} {count} left out"
+            ] * bool(skipped)
             yield f"Longer than the model's window: {' and '.join(parts)} (too_long={way})."
             return
 
@@ -99,9 +103,13 @@ def _conclusions(table: Comparison) -> Iterator[tuple[str, list[str], str]]:
     entries = table.entries
     if alone := [f"{entry.title}, because {entry.not_held}" for entry in entries if entry.not_held]:
         yield "Not compared with Full: ", alone, ""
-    if apart := [_loss(entry, table) for entry in entries if entry.score_differs or entry.cost_differs]:
+    if apart := [
+        _loss(entry, table) for entry in entries if entry.score_differs or entry.cost_differs
+    ]:
         yield "* differs from Full (Holm's correction): ", apart, ""
-    if alike := [entry for entry in entries if entry.score_p is not None and not entry.score_differs]:
+    if alike := [
+        entry for entry in entries if entry.score_p is not None and not entry.score_differs
+    ]:
         intervals = [entry.summary["full"]["ci95"] for entry in alike]
         lowest = min(interval[0] for interval in intervals if interval is not None)
         end = f" (a loss of {-100 * lowest:.0f} points is possible)" if lowest < 0 else ""
@@ -133,7 +141,9 @@ def _cautions(table: Comparison) -> Iterator[str]:
         for caution in dict.fromkeys(entry.run.info.get("cautions", ())):
             cautions[caution].append(entry.title)
     for caution, titles in cautions.items():
-        doubts.append(f"{', '.join(titles) if len(titles) < len(table.entries) else 'all rows'}: {caution}")
+        doubts.append(
+            f"{', '.join(titles) if len(titles) < len(table.entries) else 'all rows'}: {caution}"
+        )
     doubts += [alarm.text for alarm in table.alarms if not alarm.red]
     doubts += [text for entry in table.entries for text in _capped(entry)]
     yield from (f"Caution: {text}." for text in doubts)
@@ -175,7 +185,10 @@ def _of_row(entry: ReportRow) -> Iterator[str]:
         yield f"{entry.title}: {row['num_failed']} of {_asked(entry)} examples failed"
     for fact in FACTS.values():
         if fact.caution:
-            yield from (f"{entry.title}: {text}" for text in fact.caution(entry.run.records, entry.run.config))
+            yield from (
+                f"{entry.title}: {text}"
+                for text in fact.caution(entry.run.records, entry.run.config)
+            )
 
 
 def _capped(entry: ReportRow) -> Iterator[str]:

@@ -40,10 +40,18 @@ def write_page(folder: Path, tables: Sequence[Comparison], left_out: Sequence[st
 
 def page(tables: Sequence[Comparison], left_out: Sequence[str]) -> str:
     """Return the HTML of the whole page; all text from runs is escaped."""
-    tasks = ", ".join(dict.fromkeys(table.title.partition(",")[0] for table in tables)) or "no results"
+    tasks = (
+        ", ".join(dict.fromkeys(table.title.partition(",")[0] for table in tables)) or "no results"
+    )
     title = escape(f"KV-cache methods: {tasks}")
-    links = "".join(f'<li><a href="#table-{i}">{escape(table.title)}</a></li>' for i, table in enumerate(tables))
-    body = [f"<h1>{title}</h1>", f"<ol>{links}</ol>" if len(tables) > 1 else "", listed(left_out, "soft")]
+    links = "".join(
+        f'<li><a href="#table-{i}">{escape(table.title)}</a></li>' for i, table in enumerate(tables)
+    )
+    body = [
+        f"<h1>{title}</h1>",
+        f"<ol>{links}</ol>" if len(tables) > 1 else "",
+        listed(left_out, "soft"),
+    ]
     for i, table in enumerate(tables):
         body += [f'<section id="table-{i}">', *_section(table), "</section>"]
     return filled(title, "\n".join(body), "--html")
@@ -74,19 +82,31 @@ def _section(table: Comparison) -> Iterator[str]:
 
 def listed(lines: Sequence[str], kind: str = "") -> str:
     """Return the lines as an HTML list of the class `kind`; alarms stand out."""
-    items = [f"<li{' class=alarm' * line.startswith(ALARM)}>{escape(line)}</li>" for line in lines if line]
+    items = [
+        f"<li{' class=alarm' * line.startswith(ALARM)}>{escape(line)}</li>"
+        for line in lines
+        if line
+    ]
     return f'<ul class="{kind}">{"".join(items)}</ul>' if items else ""
 
 
-def table_html(table: ReportTable, attributes: Sequence[str] = (), commands: Sequence[str] = ()) -> str:
+def table_html(
+    table: ReportTable, attributes: Sequence[str] = (), commands: Sequence[str] = ()
+) -> str:
     """Return a table in a box that scrolls by itself. `attributes`: HTML attributes of each row, for the filters;
     `commands`: the HTML of each row's last cell."""
     shown = [column for column in table.columns if not column.empty]
     heads = "".join(map(_head, shown)) + "<th class=left scope=col>command</th>" * bool(commands)
-    rows = list(zip(*(_cells(column, row_head=not place) for place, column in enumerate(shown)), strict=True))
+    rows = list(
+        zip(
+            *(_cells(column, row_head=not place) for place, column in enumerate(shown)), strict=True
+        )
+    )
     body = "\n".join(
         f"<tr{kept}>{''.join(cells)}{f'<td class=left>{last}</td>' * bool(last)}</tr>"
-        for cells, kept, last in zip(rows, attributes or [""] * len(rows), commands or [""] * len(rows), strict=True)
+        for cells, kept, last in zip(
+            rows, attributes or [""] * len(rows), commands or [""] * len(rows), strict=True
+        )
     )
     name = escape(table.caption)
     return (
@@ -123,7 +143,15 @@ def _image(kind: str, figure: Figure) -> str:
 
 def _origin(entry: ReportRow) -> str:
     run = entry.run
-    facts = {"folder": run.folder.name, "status": run.info.get("error") or run.status, **origin(run)}
+    facts = {
+        "folder": run.folder.name,
+        "status": run.info.get("error") or run.status,
+        **origin(run),
+    }
     facts |= {key: run.info.get(key) for key in ("started", "ended", "identity_sha256")}
-    known = "; ".join(f"{key.replace('_', ' ')}: {value}" for key, value in facts.items() if value not in (None, ""))
+    known = "; ".join(
+        f"{key.replace('_', ' ')}: {value}"
+        for key, value in facts.items()
+        if value not in (None, "")
+    )
     return f"<h4>{escape(entry.title)}</h4><code>{escape(command(run))}</code><p class=soft>{escape(known)}</p>"

@@ -43,7 +43,10 @@ def published(experiment: str) -> list[Published]:
     for any other name."""
     with open(RESULTS / "paper" / "experiments.csv", encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["experiment"] == experiment]
-    return [Published(**row | {"value": float(row["value"]) if row["value"] else None}) for row in rows]  # type: ignore[arg-type]
+    return [
+        Published(**row | {"value": float(row["value"]) if row["value"] else None})  # type: ignore[arg-type]
+        for row in rows
+    ]
 
 
 def ours(experiment: str, runs: Path | None = None) -> pd.DataFrame:
@@ -65,8 +68,11 @@ def ours(experiment: str, runs: Path | None = None) -> pd.DataFrame:
     every = pd.read_csv(PUBLISHED / "experiments.csv", dtype=str, keep_default_na=False)
     rows = every[every["experiment"] == experiment]
     if rows.empty:
-        raise ValueError(f"{experiment}: no results are committed. Run it into a folder of that name in {runs}.")
-    text = rows.loc[:, (rows != "").any()].to_csv(index=False)  # without the columns of other experiments
+        raise ValueError(
+            f"{experiment}: no results are committed. Run it into a folder of that name in {runs}."
+        )
+    # without the columns of other experiments
+    text = rows.loc[:, (rows != "").any()].to_csv(index=False)
     return pd.read_csv(StringIO(text)).map(unescaped)
 
 

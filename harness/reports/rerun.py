@@ -27,7 +27,12 @@ def command(run: StoredRun) -> str:
     for kind, preset in presets.items():
         name, usual = preset or (_typed(run, kind), {})
         words += [f"{kind}={name}", *_changed(run.config.get(kind) or {}, usual, f"{kind}.")]
-    return shlex.join([*words, *_changed(_settings(run), flatten(recorded_defaults(str(run.config.get("device")))))])
+    return shlex.join(
+        [
+            *words,
+            *_changed(_settings(run), flatten(recorded_defaults(str(run.config.get("device"))))),
+        ]
+    )
 
 
 def _preset(run: StoredRun, kind: str) -> tuple[str, dict[str, Any]] | None:
@@ -58,7 +63,11 @@ def _settings(run: StoredRun) -> dict[str, Any]:
     known = recorded_defaults()
     own = {key: value for key, value in run.config.items() if key in known}
     kept = {key: value for key, value in own.items() if key not in WITHOUT_EFFECT or key == "data"}
-    return {key: value for key, value in flatten(kept).items() if not (key == "budget" and value is None)}
+    return {
+        key: value
+        for key, value in flatten(kept).items()
+        if not (key == "budget" and value is None)
+    }
 
 
 def _changed(mine: Mapping[str, Any], usual: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -79,7 +88,8 @@ def spelled(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if not isinstance(value, str) or (BARE.fullmatch(value) and not _is_other(value)):
         return str(value)
-    literal = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # or OmegaConf puts in another value, as of ${oc.env:HOME}
+    # or OmegaConf puts in another value, as of ${oc.env:HOME}
+    literal = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     escaped = re.sub(r'(\\*)"', r'\1\1\\"', literal)
     return '"' + re.sub(r"(\\+)$", r"\1\1", escaped) + '"'
 

@@ -21,15 +21,18 @@ from methods.tiers.tier import DEVICE, TIERS, bytes_key
 RED = ("above_full", "same_as_full")
 SHARED = "shared_machine"
 HARDWARE = ("cpu", "device_name", "cpus_usable", "memory_bytes")  # what tells machines apart
-MIN_WRONG_TOKENS = 100  # of answers that are not fully right; right answers are alike whoever gives them
+# of answers that are not fully right; right answers are alike whoever gives them
+MIN_WRONG_TOKENS = 100
 NEAR = 0.1  # a Full this close to guessing leaves no room to lose
 OUT_OF_TOKENS: tuple[str, Callable[[Record], bool]] = (
     "ran into the token limit",
     lambda record: any(reply.stop == "length" for reply in record.replies),
 )
-ANSWER_CUT = "The reference answer was in the part that was cut"  # begins a warning of harness/prompts/prompt_lint.py
+# begins a warning of harness/prompts/prompt_lint.py
+ANSWER_CUT = "The reference answer was in the part that was cut"
 SAME_HOURS = timedelta(hours=1)  # in which a machine is about as fast
-MARGIN, MARGIN_SHARE = 0.5, 0.1  # load that the system makes by itself: of a CPU, or a share of them where that is more
+# load that the system makes by itself: of a CPU, or a share of them where that is more
+MARGIN, MARGIN_SHARE = 0.5, 0.1
 
 
 def meanings() -> dict[str, str]:
@@ -83,7 +86,8 @@ class AlarmRow(NamedTuple):
     run: StoredRun
     full: StoredRun | None
     summary: Mapping[str, Any]
-    p: float | None = None  # of its difference to Full, as the table stars it: corrected where the table corrects
+    # of its difference to Full, as the table stars it: corrected where the table corrects
+    p: float | None = None
 
 
 SIMULATED: dict[str, Callable[[AlarmRow], bool]] = {
@@ -100,9 +104,14 @@ def alarms(rows: Sequence[AlarmRow]) -> list[Alarm]:
     """Return the alarms that apply to the rows of one table, the most important first."""
     candidates = [(kind, [row for row in rows if holds(row)], "") for kind, holds in CHECKS.items()]
     for key in (key for key, fact in FACTS.items() if fact.alarm):
-        candidates.append((key, [row for row in rows if any(record[key] for record in row.run.records)], ""))
+        candidates.append(
+            (key, [row for row in rows if any(record[key] for record in row.run.records)], "")
+        )
     candidates.append(("full_elsewhere", _apart_from_full(rows), ""))
-    candidates += [("simulated", [row for row in rows if holds(row)], reason) for reason, holds in SIMULATED.items()]
+    candidates += [
+        ("simulated", [row for row in rows if holds(row)], reason)
+        for reason, holds in SIMULATED.items()
+    ]
     candidates += [("budgets_differ", ruled, reason) for ruled, reason in _budgets(rows)]
     kinds = list(meanings())
     candidates.sort(key=lambda candidate: kinds.index(candidate[0]))
@@ -117,7 +126,9 @@ def _is_as_full(row: AlarmRow) -> bool:
     """Return True if a row that read only part of the prompt gave exactly the outputs of Full
     (dense attention), including wrong ones: perhaps the method did not run."""
     pairs = paired(row.run.records, row.full.records if row.full else [])
-    in_part = all((share := ours.share("attended_prompt")) is not None and share < 1 for ours, _ in pairs)
+    in_part = all(
+        (share := ours.share("attended_prompt")) is not None and share < 1 for ours, _ in pairs
+    )
     same = all(ours.answer == theirs.answer for ours, theirs in pairs)
     wrong_tokens = sum(len(ours.tokens) for ours, _ in pairs if ours.score < 1)
     return in_part and same and wrong_tokens >= MIN_WRONG_TOKENS
@@ -133,7 +144,9 @@ def _budgets(rows: Sequence[AlarmRow]) -> Iterator[tuple[list[AlarmRow], str]]:
     """Yield (rows, reason) for each setting because of which the budgets of these rows do not mean
     the same, such as a share in one row and bytes in another. `reason` names the rows with each
     meaning."""
-    ruled = [row for row in rows if any(row.summary["budget"].get(key) for key in ("asked", "bytes"))]
+    ruled = [
+        row for row in rows if any(row.summary["budget"].get(key) for key in ("asked", "bytes"))
+    ]
     meanings: dict[str, Callable[[AlarmRow], str | None]] = {
         "budget": _unit,
         "counts": lambda row: str(row.summary["budget"].get("counts", "prompt")),
@@ -152,8 +165,11 @@ def _budgets(rows: Sequence[AlarmRow]) -> Iterator[tuple[list[AlarmRow], str]]:
             if (kind := meaning(row)) is not None:
                 kinds[kind].append(row)
         if len(kinds) > 1:
-            by_size = sorted(kinds.items(), key=lambda item: len(item[1]))  # the longest list of rows last
-            reason = "; ".join(f"{name}={kind}: {', '.join(row.title for row in some)}" for kind, some in by_size)
+            # the longest list of rows last
+            by_size = sorted(kinds.items(), key=lambda item: len(item[1]))
+            reason = "; ".join(
+                f"{name}={kind}: {', '.join(row.title for row in some)}" for kind, some in by_size
+            )
             yield [row for some in kinds.values() for row in some], reason
 
 
@@ -169,14 +185,24 @@ def _apart_from_full(rows: Sequence[AlarmRow]) -> list[AlarmRow]:
     where the table shows Full's times as well."""
     timed = {row.run.folder: row for row in rows if not row.summary["simulated"]}
     pairs = [(row, row.full) for row in timed.values() if row.full and row.full.folder in timed]
-    return [row for row, full in pairs if any(_apart(a, b) for a in _sessions(row.run) for b in _sessions(full))]
+    return [
+        row
+        for row, full in pairs
+        if any(_apart(a, b) for a in _sessions(row.run) for b in _sessions(full))
+    ]
 
 
 def _apart(session: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Return True if two sessions (times that a process had a run's folder open) ran on different
     machines or in different hours, as far as both say it."""
-    places: list[dict[str, Any]] = [(each.get("provenance") or {}).get("machine") or {} for each in (session, other)]
-    if any(places[0].get(key) != places[1].get(key) for key in HARDWARE if all(key in place for place in places)):
+    places: list[dict[str, Any]] = [
+        (each.get("provenance") or {}).get("machine") or {} for each in (session, other)
+    ]
+    if any(
+        places[0].get(key) != places[1].get(key)
+        for key in HARDWARE
+        if all(key in place for place in places)
+    ):
         return True
     if not (session.get("started") and other.get("started")):
         return False
@@ -203,18 +229,27 @@ def _shared_the_machine(row: AlarmRow) -> bool:
         machine = (session.get("provenance") or {}).get("machine") or {}
         cpus = machine.get("cpus_usable") or 0
         on_cpu = config.get("device", "cpu") == "cpu"
-        threads = (machine.get("threads") or cpus) if on_cpu else cpus - 1  # a GPU needs one CPU that is free
+        # a GPU needs one CPU that is free
+        threads = (machine.get("threads") or cpus) if on_cpu else cpus - 1
         most = threads + in_files + max(MARGIN, MARGIN_SHARE * cpus)
-        loads = [load[0] for load in (machine.get("load_average"), session.get("load_average_ended")) if load]
+        loads = [
+            load[0]
+            for load in (machine.get("load_average"), session.get("load_average_ended"))
+            if load
+        ]
         if cpus and any(load > most for load in loads):
             return True
     return False
 
 
 CHECKS: dict[str, Callable[[AlarmRow], Any]] = {
-    "above_full": lambda row: row.p is not None and row.p < ALPHA and row.summary["full"]["diff"] > 0,
+    "above_full": lambda row: (
+        row.p is not None and row.p < ALPHA and row.summary["full"]["diff"] > 0
+    ),
     "same_as_full": _is_as_full,
-    "at_chance": lambda row: row.full and at_chance(row.full.records, row.run.info.get("task_info", {}).get("chance")),
+    "at_chance": lambda row: (
+        row.full and at_chance(row.full.records, row.run.info.get("task_info", {}).get("chance"))
+    ),
     SHARED: _shared_the_machine,
     "tuning_seed": lambda row: row.run.config.get("seed") == TUNING_SEED,
 }
@@ -245,7 +280,10 @@ def warnings(
         yield f"Full scores {share:.1f}, near the {100 * chance:.0f} of guessing: methods cannot be told apart here"
     for reason, count in alike([record["fallback"] for record in records if record["fallback"]]):
         yield f"the method fell back on {count} of {n} examples: {reason}"
-    for what, holds in [*(each for fact in FACTS.values() for each in fact.warnings.items()), OUT_OF_TOKENS]:
+    for what, holds in [
+        *(each for fact in FACTS.values() for each in fact.warnings.items()),
+        OUT_OF_TOKENS,
+    ]:
         if count := sum(map(holds, records)):
             yield f"{count} of {n} examples {what}"
     for warning, count in alike([warning for record in records for warning in record["warnings"]]):

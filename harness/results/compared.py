@@ -18,12 +18,19 @@ def paired(records: Sequence[Record], others: Sequence[Record]) -> list[tuple[Re
     return [(r, known[r.id, r.prompt_sha256]) for r in records if (r.id, r.prompt_sha256) in known]
 
 
-def for_statistics(pairs: Sequence[tuple[Record, Record]]) -> tuple[list[float], list[float], list[str], list[str]]:
+def for_statistics(
+    pairs: Sequence[tuple[Record, Record]],
+) -> tuple[list[float], list[float], list[str], list[str]]:
     """Return four lists, as evals/stats.py takes them: our scores, their scores, groups, and units
     (the texts or examples that count as independent)."""
     ours = [record for record, _ in pairs]
     scores, theirs = [record.score for record in ours], [record.score for _, record in pairs]
-    return scores, theirs, [record.group for record in ours], [record.independent for record in ours]
+    return (
+        scores,
+        theirs,
+        [record.group for record in ours],
+        [record.independent for record in ours],
+    )
 
 
 def group_means(records: Sequence[Record]) -> dict[str, float]:
@@ -49,4 +56,6 @@ def averages(task: Task, records: Sequence[Record]) -> dict[str, float]:
         for name, value in record.details.items():
             if isinstance(value, (int, float)):
                 details[name].append(value)
-    return task.averages(group_means(records), {name: fmean(values) for name, values in details.items()})
+    return task.averages(
+        group_means(records), {name: fmean(values) for name, values in details.items()}
+    )

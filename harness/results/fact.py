@@ -14,9 +14,11 @@ from typing import Any, Literal
 
 Value = float | None  # null where it was not measured
 Reduce = Callable[[Sequence[Any]], Any]
-Entries = Callable[[str, Sequence[Any]], Mapping[str, Any]]  # a fact's key and its values -> entries of a summary
+# a fact's key and its values -> entries of a summary
+Entries = Callable[[str, Sequence[Any]], Mapping[str, Any]]
 Unit = Literal["tokens", "bytes", "share", "seconds", "nats", "examples", "turns", "tier", "other"]
-Section = Literal["examples", "answers", "held", "memory"]  # of summary.json; the last two are both in `memory`
+# of summary.json; the last two are both in `memory`
+Section = Literal["examples", "answers", "held", "memory"]
 
 
 def over_known(reduce: Callable[[list[float]], float], values: Sequence[Value]) -> Value:
@@ -80,8 +82,12 @@ class Fact:
     head: str | None = None
     shown: str = ""  # what the head means
     hides_zeros: bool = False  # the column is left out if it holds only zeros
-    stamp: tuple[str, str] | None = None  # the letter of rows where its number is not 0, and what that means
+    # the letter of rows where its number is not 0, and what that means
+    stamp: tuple[str, str] | None = None
     alarm: str | None = None  # what a table says of rows where it is true of an example
-    warnings: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)  # "N examples ..." -> which records
-    caution: Callable[[Sequence[Any], Mapping[str, Any]], Iterator[str]] | None = None  # of records and config
-    note: Callable[[str, Sequence[Any], Mapping[str, Any]], Iterator[str]] | None = None  # of title, records, config
+    # "N examples ..." -> which records
+    warnings: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
+    # of records and config
+    caution: Callable[[Sequence[Any], Mapping[str, Any]], Iterator[str]] | None = None
+    # of title, records, config
+    note: Callable[[str, Sequence[Any], Mapping[str, Any]], Iterator[str]] | None = None

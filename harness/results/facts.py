@@ -58,7 +58,11 @@ FACTS = _Facts()
 
 def facts_of(values: Mapping[str, Any], *, example: bool) -> dict[str, Any]:
     """Return all facts of an example, or of one of its turns, from what is known of it by key."""
-    return {key: values.get(key, fact.older) for key, fact in FACTS.items() if example or fact.per != "example"}
+    return {
+        key: values.get(key, fact.older)
+        for key, fact in FACTS.items()
+        if example or fact.per != "example"
+    }
 
 
 def over_turns(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

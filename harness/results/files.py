@@ -20,7 +20,8 @@ from harness.results.records import RecordError, StoreError
 from harness.terminal.stopping import whole
 from kernels.temporary import replacing
 
-FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")  # how text begins that spreadsheets run, or what `_escaped` made of it
+# how text begins that spreadsheets run, or what `_escaped` made of it
+FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 DELETE_LINE = "delete that line and run the same command again, which makes what is missing"
 
@@ -50,7 +51,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    write_atomically(path, "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines))
+    write_atomically(
+        path,
+        "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines),
+    )
 
 
 def write_json(path: Path, plain: Mapping[str, Any]) -> None:
@@ -64,7 +68,11 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     import pandas
 
     names = dict.fromkeys(name for row in sorted(rows, key=len, reverse=True) for name in row)
-    table = pandas.DataFrame(rows, columns=list(names), dtype=object).map(_escaped).rename(columns=_escaped)
+    table = (
+        pandas.DataFrame(rows, columns=list(names), dtype=object)
+        .map(_escaped)
+        .rename(columns=_escaped)
+    )
     text = table.to_csv(index=False)
     if "\r" in text:  # which ends a line for readers, and is no reason for a quote to the writer
         text = table.to_csv(index=False, quoting=csv.QUOTE_NONNUMERIC)
@@ -79,12 +87,16 @@ def read_csv(path: Path, known_by: Set[str] = frozenset()) -> Iterator[tuple[str
     try:
         head, *rows = list(csv.reader(StringIO(_bytes(path).decode(), newline=""))) or [[]]
     except (csv.Error, OSError, ValueError) as error:
-        raise StoreError(f"cannot read {path}: {reason(error)}; make it again, or move it away") from error
+        raise StoreError(
+            f"cannot read {path}: {reason(error)}; make it again, or move it away"
+        ) from error
     columns = list(map(unescaped, head))
     for number, row in enumerate(rows if known_by <= {*columns} else (), 2):
         if row and len(row) != len(columns):
             size = f"{len(row)} cells for {len(columns)} columns"
-            raise StoreError(f"{path}, row {number}: {size}; make the file again, or delete the row")
+            raise StoreError(
+                f"{path}, row {number}: {size}; make the file again, or delete the row"
+            )
         if row:
             yield f"{path}, row {number}", dict(zip(columns, map(unescaped, row), strict=True))
 
@@ -130,7 +142,9 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             plain = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise RecordError(f"{where}: not a JSON line ({reason(error)}); {DELETE_LINE}") from error
+            raise RecordError(
+                f"{where}: not a JSON line ({reason(error)}); {DELETE_LINE}"
+            ) from error
         if not isinstance(plain, dict):
             raise RecordError(f"{where}: holds {type(plain).__name__}, not a record; {DELETE_LINE}")
         yield where, plain
@@ -174,7 +188,9 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StoreError(f"cannot write {folder}: {reason(error)}; choose another with results.root=FOLDER") from error
+        raise StoreError(
+            f"cannot write {folder}: {reason(error)}; choose another with results.root=FOLDER"
+        ) from error
 
 
 def reason(error: Exception) -> str:
@@ -195,8 +211,11 @@ def _bytes(path: Path) -> bytes:
 def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     try:
         plain = parse(_bytes(path).decode())
-    except (OSError, ValueError, TypeError, LookupError, RecursionError, yaml.YAMLError) as error:  # bytes of any kind
+    except (OSError, ValueError, TypeError, LookupError, RecursionError, yaml.YAMLError) as error:
+        # bytes of any kind
         raise StoreError(f"cannot read {path}: {reason(error)}") from error
     if not isinstance(plain, dict):
-        raise StoreError(f"cannot read {path}: it holds {type(plain).__name__} where keys and values belong")
+        raise StoreError(
+            f"cannot read {path}: it holds {type(plain).__name__} where keys and values belong"
+        )
     return plain

@@ -46,7 +46,12 @@ Values = Mapping[str, Any]
 
 
 def identity(
-    config: Values, named: Values, *, revision: str | None, prompts: Iterable[str], answers: Iterable[str]
+    config: Values,
+    named: Values,
+    *,
+    revision: str | None,
+    prompts: Iterable[str],
+    answers: Iterable[str],
 ) -> dict[str, Any]:
     """Return the identity of the run that `config` describes, as plain values. `named`: its method,
     task and model; `prompts` and `answers`: a hash per example of its prompt and of its right
@@ -94,7 +99,11 @@ def model_name(config: Mapping[str, Any]) -> str:
 def word(key: str) -> str:
     """Return a key of a run's identity (all that decides the run's results) in words for messages,
     as "the code of ..."; settings keep their names."""
-    return f"the code of {key.removeprefix('code.')}" if key.startswith("code.") else PARTS.get(key, key)
+    return (
+        f"the code of {key.removeprefix('code.')}"
+        if key.startswith("code.")
+        else PARTS.get(key, key)
+    )
 
 
 def _same(key: str, one: Values, other: Values) -> bool:
@@ -117,7 +126,9 @@ def code_of(*plugins: Any) -> dict[str, str]:
         file = None if name in hashes else _file(name)
         if file is not None:
             hashes[name], imported = _read(file.read_bytes(), name, file.name == "__init__.py")
-            pending += [module for module in imported if not _is_core(module) and _is_own(module, packages)]
+            pending += [
+                module for module in imported if not _is_core(module) and _is_own(module, packages)
+            ]
     return dict(sorted(hashes.items()))
 
 
@@ -143,11 +154,17 @@ def _shape(node: Any) -> Any:
     if not isinstance(node, ast.AST):
         return node
     fields = [(name, _shape(value)) for name, value in ast.iter_fields(node)]
-    return type(node).__name__, [(name, value) for name, value in fields if value is not None and value != []]
+    return type(node).__name__, [
+        (name, value) for name, value in fields if value is not None and value != []
+    ]
 
 
 def _is_text(node: Any) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
 
 
 def _imports(tree: ast.AST, package: str) -> Iterator[str]:
@@ -157,7 +174,11 @@ def _imports(tree: ast.AST, package: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = resolve_name("." * node.level + (node.module or ""), package) if node.level else str(node.module)
+            base = (
+                resolve_name("." * node.level + (node.module or ""), package)
+                if node.level
+                else str(node.module)
+            )
             yield from (base, *(f"{base}.{alias.name}" for alias in node.names))
 
 

@@ -15,7 +15,8 @@ from harness.results.records import StoreError
 from harness.terminal.notices import say_once
 
 NAME = ".lock"
-TRY_S, LOOK_S = 1.0, 0.1  # to take a lock that a reader may be looking at; to see whether a folder is locked
+# to take a lock that a reader may be looking at; to see whether a folder is locked
+TRY_S, LOOK_S = 1.0, 0.1
 _held: set[Path] = set()  # by this process, which would wait for itself for ever
 
 
@@ -39,11 +40,15 @@ class FolderLock:
                     f"{folder} is being written by {owner(folder)}: wait until it ends, or stop it, and start again to "
                     "resume"
                 ) from None
-            say_once(f"waiting for {owner(folder)}, which is writing {folder.name}; what it finishes is not run again")
+            say_once(
+                f"waiting for {owner(folder)}, which is writing {folder.name}; what it finishes is not run again"
+            )
             self._lock.acquire(poll_interval=0.2)
         _held.add(self.folder)
         with suppress(OSError):  # a full disk: the lock holds without a name
-            (folder / NAME).write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+            (folder / NAME).write_text(
+                json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
+            )
 
     def release(self) -> None:
         _held.discard(self.folder)

@@ -19,20 +19,31 @@ def measure(unit: Unit, *, in_memory: bool = True, **shown: Any) -> Fact:
     section `memory` of summary.json; otherwise harness/results/summary.py derives something else
     from it. `shown`: its column in the main table, as fields of a `Fact`."""
     section: Any = "memory" if in_memory else None
-    return Fact(unit=unit, per="step", over_turns=mean, section=section, over_examples=entry(mean), **shown)
+    return Fact(
+        unit=unit, per="step", over_turns=mean, section=section, over_examples=entry(mean), **shown
+    )
 
 
-MEASURES: dict[str, Fact] = {  # by key of a line of examples.jsonl; docs/results.md says what each means
+# by key of a line of examples.jsonl; docs/results.md says what each means
+MEASURES: dict[str, Fact] = {
     "attended_prompt": measure("tokens", in_memory=False),
     "attended_total": measure("tokens", in_memory=False),
-    **dict.fromkeys(("attended_p10", "attended_p50", "attended_p90"), measure("tokens", in_memory=False)),
+    **dict.fromkeys(
+        ("attended_p10", "attended_p50", "attended_p90"), measure("tokens", in_memory=False)
+    ),
     "capped_share": measure("share", in_memory=False),
     "union_prompt": measure("tokens", in_memory=False),
     "moved_bytes_per_step": measure(
-        "bytes", head="moved", shown="bytes copied between the tiers per step, mean", hides_zeros=True
+        "bytes",
+        head="moved",
+        shown="bytes copied between the tiers per step, mean",
+        hides_zeros=True,
     ),
     "from_disk_bytes_per_step": measure(
-        "bytes", head="from disk", shown="those of the bytes moved that a file gave", hides_zeros=True
+        "bytes",
+        head="from disk",
+        shown="those of the bytes moved that a file gave",
+        hides_zeros=True,
     ),
     "exposed_s_per_step": measure(
         "seconds",
@@ -47,7 +58,9 @@ MEASURES: dict[str, Fact] = {  # by key of a line of examples.jsonl; docs/result
         hides_zeros=True,
     ),
     "hit_rate": measure(
-        "share", head="hits", shown="share of the rows asked of a method's device cache that were there"
+        "share",
+        head="hits",
+        shown="share of the rows asked of a method's device cache that were there",
     ),
     "answer_nll": measure("nats", in_memory=False),
     "read_bytes_per_step": measure(

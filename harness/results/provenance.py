@@ -20,7 +20,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("harness", "methods", "kernels", "evals")
 SOURCES = (".py", ".cpp", ".hpp", ".yaml", ".json")  # .json: prompt templates
-DISTRIBUTIONS = ("torch", "transformers", "triton", "pyarrow", "numpy", "scipy", "gguf", "hydra-core", "kv-harness")
+DISTRIBUTIONS = (
+    "torch",
+    "transformers",
+    "triton",
+    "pyarrow",
+    "numpy",
+    "scipy",
+    "gguf",
+    "hydra-core",
+    "kv-harness",
+)
 
 
 def now() -> str:
@@ -31,7 +41,12 @@ def now() -> str:
 def source_hash(root: Path = ROOT) -> str:
     """Return a SHA-256 hash over names and contents of all source files of our four packages."""
     digest = hashlib.sha256()
-    inside = [file for package in PACKAGES for file in (root / package).rglob("*") if file.suffix in SOURCES]
+    inside = [
+        file
+        for package in PACKAGES
+        for file in (root / package).rglob("*")
+        if file.suffix in SOURCES
+    ]
     named = [(file.relative_to(root).as_posix(), file) for file in inside if file.is_file()]
     for name, file in sorted(named):
         content = file.read_bytes()
@@ -51,7 +66,9 @@ def git() -> dict[str, Any]:
 def _git(*arguments: str) -> str | None:
     command = ["git", "-C", str(Path(__file__).parent), *arguments]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=30
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -75,9 +92,12 @@ def machine(device: str = "cpu") -> dict[str, Any]:
         cpuinfo = Path("/proc/cpuinfo").read_text()  # a paragraph per logical CPU
     model = re.search(r"^model name\s*: (.+)", cpuinfo, re.MULTILINE)
     cpu = model[1].strip() if model else platform.processor() or platform.machine()
-    cores = re.findall(r"^physical id\s*: (\d+)$(?:\n.+)*?\ncore id\s*: (\d+)$", cpuinfo, re.MULTILINE)
+    cores = re.findall(
+        r"^physical id\s*: (\d+)$(?:\n.+)*?\ncore id\s*: (\d+)$", cpuinfo, re.MULTILINE
+    )
     device_name, device_id = cpu, None
-    if device.startswith("cuda"):  # which GPU of the machine it is, whatever number it has for this process
+    # which GPU of the machine it is, whatever number it has for this process
+    if device.startswith("cuda"):
         import torch
 
         properties = torch.cuda.get_device_properties(device)

@@ -29,21 +29,26 @@ class Reply:
 
     history_tokens: int = 0  # of earlier turns, prompts and answers
     prompt_tokens: int
-    context_tokens: int | None  # tokens sealed before the question was read; null unless protocol=context
+    # tokens sealed before the question was read; null unless protocol=context
+    context_tokens: int | None
     output: str
     tokens: list[int]
     stop: str  # eos, stop_string, length, forced, or thought where the thought was cut
     score: float  # [0, 1]
     details: dict[str, Any]
-    token_s: list[float]  # one per token: from the start of prefill until each token was on the host
-    facts: Mapping[str, Any]  # all else that is known of it: those of harness/results/facts.py, by key
+    # one per token: from the start of prefill until each token was on the host
+    token_s: list[float]
+    # all else that is known of it: those of harness/results/facts.py, by key
+    facts: Mapping[str, Any]
 
     def __post_init__(self) -> None:
         whose = f"example {self.id!r}: " if isinstance(self, Record) else ""
         if not 0.0 <= self.score <= 1.0:
             raise RecordError(f"{whose}score is {self.score}, the task's score must lie in [0, 1]")
         if not len(self.tokens) == len(self.token_s) > 0:
-            raise RecordError(f"{whose}{len(self.tokens)} tokens with {len(self.token_s)} times in token_s")
+            raise RecordError(
+                f"{whose}{len(self.tokens)} tokens with {len(self.token_s)} times in token_s"
+            )
 
     def __getitem__(self, key: str) -> Any:
         """Return a fact of harness/results/facts.py by its key."""
@@ -88,7 +93,11 @@ class Reply:
     def sealed_at(self) -> int:
         """The number of tokens in the cache when the method digested the prompt (the seal), of which a budget is a
         share."""
-        return self.history_tokens + self.prompt_tokens if self.context_tokens is None else self.context_tokens
+        return (
+            self.history_tokens + self.prompt_tokens
+            if self.context_tokens is None
+            else self.context_tokens
+        )
 
     def share(self, measure: str) -> float | None:
         """Return a number of prompt tokens that steps read, such as "attended_prompt" (per query
@@ -152,7 +161,9 @@ class Record(Reply):
         required = {key for key, fact in FACTS.items() if fact.required}
         if missing := (REQUIRED | required) - plain.keys():
             lacking = ", ".join(f"no {key!r}" for key in sorted(missing))
-            raise RecordError(f"{where}: {lacking}; another version of the harness wrote this run, or no run at all")
+            raise RecordError(
+                f"{where}: {lacking}; another version of the harness wrote this run, or no run at all"
+            )
         try:
             turns = [made(Reply, turn) for turn in plain.get("turns") or ()]
             return made(cls, {**plain, "turns": turns or None})
@@ -209,7 +220,11 @@ class SkippedExample(LeftOut):
 def made(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
     """Return a reply or record from values by the keys of a line; unknown keys are dropped. Facts
     that an older line lacks have the value that their table names."""
-    given = {name: values[name] for name in (*HEAD, *CORE) if name in values and name in kind.__dataclass_fields__}
+    given = {
+        name: values[name]
+        for name in (*HEAD, *CORE)
+        if name in values and name in kind.__dataclass_fields__
+    }
     return kind(**given, facts=facts_of(values, example=issubclass(kind, Record)))
 
 
@@ -231,7 +246,9 @@ def whole(turns: Sequence[Reply]) -> dict[str, Any]:
         "tokens": [token for turn in turns for token in turn.tokens],
         "stop": turns[-1].stop,
         **scored([(turn.score, turn.details) for turn in turns]),
-        "token_s": [end + at for end, turn in zip(ends, turns, strict=False) for at in turn.token_s],
+        "token_s": [
+            end + at for end, turn in zip(ends, turns, strict=False) for at in turn.token_s
+        ],
         **over_turns([turn.facts for turn in turns]),
     }
 
@@ -239,7 +256,12 @@ def whole(turns: Sequence[Reply]) -> dict[str, Any]:
 def scored(turns: Sequence[tuple[float, Mapping[str, Any]]]) -> dict[str, Any]:
     """Return `score` and `details` of a conversation: the means over its turns. Details that are
     not numbers are dropped."""
-    named = {name for _, details in turns for name, value in details.items() if isinstance(value, (int, float))}
+    named = {
+        name
+        for _, details in turns
+        for name, value in details.items()
+        if isinstance(value, (int, float))
+    }
     means = {name: mean([details.get(name) for _, details in turns]) for name in sorted(named)}
     return {"score": fmean(score for score, _ in turns), "details": means}
 

@@ -29,13 +29,24 @@ from harness.results.records import FailedExample, LeftOut, Record, SkippedExamp
 from harness.terminal.stopping import whole
 from kernels.temporary import remove_abandoned
 
-__all__ = ["FolderInUse", "Run", "StoreError", "StoredRun", "find", "load", "load_all", "read_records"]
+__all__ = [
+    "FolderInUse",
+    "Run",
+    "StoreError",
+    "StoredRun",
+    "find",
+    "load",
+    "load_all",
+    "read_records",
+]
 
 INFO, CONFIG, EXAMPLES, RESCORED = "run.json", "config.yaml", "examples.jsonl", "rescored.jsonl"
 SUMMARY, ERROR = "summary.json", "error.txt"
 SETTINGS = "config"  # key of run.json for the configuration, of which config.yaml is a copy
-GIVEN = ("model_revision", "prompts", "answers")  # parts of an identity; runs that differ in one are not compared
-SECTIONS = ("averages", "budget_use", "identity", "presets", "provenance", "rescored", "task_info")  # of run.json
+# parts of an identity; runs that differ in one are not compared
+GIVEN = ("model_revision", "prompts", "answers")
+# of run.json
+SECTIONS = ("averages", "budget_use", "identity", "presets", "provenance", "rescored", "task_info")
 OF_SESSION = (
     "status",
     "started",
@@ -56,18 +67,24 @@ class Run:
     that adds no record changes only the status in run.json.
     """
 
-    def __init__(self, folder: Path, lock: FolderLock, digest: str, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, lock: FolderLock, digest: str, config: Mapping[str, Any]
+    ) -> None:
         if (folder / EXAMPLES).is_symlink():
-            raise StoreError(f"{folder / EXAMPLES} is a link, and what it leads to is not written: put a file there")
+            raise StoreError(
+                f"{folder / EXAMPLES} is a link, and what it leads to is not written: put a file there"
+            )
         remove_abandoned(folder)
         self.folder, self._lock = folder, lock
         files.drop_half_line(folder / EXAMPLES)
         self._before = _left_by_earlier_sessions(folder, digest)
         self.info = self._before or {"identity_sha256": digest, SETTINGS: files.plain(config)}
         if not (folder / CONFIG).is_file():
-            files.write_yaml(folder / CONFIG, self.info[SETTINGS])  # for people: nobody reads it back
+            # for people: nobody reads it back
+            files.write_yaml(folder / CONFIG, self.info[SETTINGS])
         records, failed, _ = _read_examples(folder)
-        self._ids, self.failed_before = {record.id for record in records}, {example.id for example in failed}
+        self._ids = {record.id for record in records}
+        self.failed_before = {example.id for example in failed}
         self._begun = self._closed = False
         self.info = _continued(self.info, len(self._ids)) | {"status": "running", "started": now()}
         (folder / EXAMPLES).touch()
@@ -116,7 +133,9 @@ class Run:
     def append(self, record: Record) -> None:
         """Append the record of an answered example; it is on disk when this returns."""
         if record.id in self._ids:
-            raise StoreError(f"example {record.id!r} is already in {self.folder}: the ids of a task must differ")
+            raise StoreError(
+                f"example {record.id!r} is already in {self.folder}: the ids of a task must differ"
+            )
         self.append_failed(record)
         self._ids.add(record.id)
 
@@ -163,7 +182,12 @@ class Run:
     def close(self, status: str, error: str | None = None) -> None:
         """End the session with the status complete, failed or interrupted, and release the lock."""
         if self._begun:
-            self.info |= {"status": status, "ended": now(), "load_average_ended": load_average(), "error": error}
+            self.info |= {
+                "status": status,
+                "ended": now(),
+                "load_average_ended": load_average(),
+                "error": error,
+            }
         else:
             self.info = self._before | {"status": status, "error": error}
         try:
@@ -178,7 +202,9 @@ class Run:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, raised: BaseException | None, _: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, raised: BaseException | None, _: object
+    ) -> None:
         """Close a run that has not been closed: as interrupted after Ctrl-C or SystemExit (by which
         submitit and Ray end a process), otherwise as failed."""
         if self._closed:
@@ -210,7 +236,9 @@ def _left_by_earlier_sessions(folder: Path, digest: str) -> dict[str, Any]:
         return {}
     info = read_info(folder)
     if info.get("identity_sha256") != digest:
-        raise StoreError(f"{folder} holds another run whose hash starts the same: move that folder away")
+        raise StoreError(
+            f"{folder} holds another run whose hash starts the same: move that folder away"
+        )
     return info
 
 
@@ -235,7 +263,8 @@ class StoredRun:
     info: dict[str, Any]
     records: list[Record]
     status: str  # as run.json says, but `running` only while the writer lives
-    summary: dict[str, Any] = field(default_factory=dict)  # of a run that a command has just made or found complete
+    # of a run that a command has just made or found complete
+    summary: dict[str, Any] = field(default_factory=dict)
     full_folder: Path | None = None  # of the Full that such a summary holds it against
     failed: Sequence[FailedExample] = ()
     skipped: Sequence[SkippedExample] = ()
@@ -244,7 +273,11 @@ class StoredRun:
     def scorer(self) -> str:
         """The version of the task whose scores are shown: today's if the run was scored again."""
         again = self.info.get("rescored", {}).get("present")
-        return str((again or {"task_version": self.info.get("task_info", {}).get("version")})["task_version"])
+        return str(
+            (again or {"task_version": self.info.get("task_info", {}).get("version")})[
+                "task_version"
+            ]
+        )
 
     def provenance(self, section: str) -> dict[str, Any]:
         """Return a section of the last session's provenance: machine, git, versions or process.
@@ -261,11 +294,14 @@ def given(run: StoredRun) -> dict[str, Any]:
     """Return what the run was given, by the names in `GIVEN`: hashes of its model, of its prompts
     and of its right answers (of today's, if the run was scored again). None for a hash that an
     older run does not have."""
-    identity, again = run.info.get("identity") or {}, (run.info.get("rescored") or {}).get("present") or {}
+    identity = run.info.get("identity") or {}
+    again = (run.info.get("rescored") or {}).get("present") or {}
     return {name: again.get(name, identity.get(name)) for name in GIVEN}
 
 
-def load(folder: Path, config_dirs: Sequence[Path] = (), *, first_scores: bool = False) -> StoredRun:
+def load(
+    folder: Path, config_dirs: Sequence[Path] = (), *, first_scores: bool = False
+) -> StoredRun:
     """Read a run folder without changing it, also one that is being written or that an older
     version wrote: unknown fields are ignored. Raise `StoreError` if it cannot be read.
     `config_dirs`: where plug-ins of the user's own are named; no other code is imported.
@@ -273,7 +309,8 @@ def load(folder: Path, config_dirs: Sequence[Path] = (), *, first_scores: bool =
     harness.rescore`."""
     info, (records, failed, skipped) = read_info(folder), _read_examples(folder)
     status = str(info.get("status"))
-    if status != "complete" and is_locked(folder):  # a session that goes on writes run.json with its first record
+    # a session that goes on writes run.json with its first record
+    if status != "complete" and is_locked(folder):
         status = "running"
     elif status == "running":
         status = "interrupted"
@@ -283,16 +320,25 @@ def load(folder: Path, config_dirs: Sequence[Path] = (), *, first_scores: bool =
         if not path.is_file():
             raise StoreError(f"{path} is gone: run python -m harness.rescore {folder} again")
         scores = {plain["id"]: plain for _, plain in files.read_lines(path)}
-        records = [record.rescored(scores[record.id]) if record.id in scores else record for record in records]
+        records = [
+            record.rescored(scores[record.id]) if record.id in scores else record
+            for record in records
+        ]
         scored = info["rescored"]["present"]
     if "averages" not in scored:  # of an older run, or of one that has not ended
         with suppress(ValueError):  # of a plug-in that is not here, or of another version
-            scored = {"averages": averages(build_recorded(info[SETTINGS].get("task"), "task", config_dirs), records)}
+            scored = {
+                "averages": averages(
+                    build_recorded(info[SETTINGS].get("task"), "task", config_dirs), records
+                )
+            }
     info = info | {"averages": scored.get("averages", {})}
     return StoredRun(folder, info[SETTINGS], info, records, status, failed=failed, skipped=skipped)
 
 
-def load_all(folders: Iterable[Path], config_dirs: Sequence[Path] = ()) -> tuple[list[StoredRun], list[str]]:
+def load_all(
+    folders: Iterable[Path], config_dirs: Sequence[Path] = ()
+) -> tuple[list[StoredRun], list[str]]:
     """Return the runs that can be read, and a sentence on each folder that cannot. `config_dirs`:
     as of `load`."""
     runs, damage = [], []
@@ -308,15 +354,21 @@ def read_info(folder: Path) -> dict[str, Any]:
     """Return the content of run.json. Raise `StoreError` if it is missing or damaged."""
     path = folder / INFO
     if not path.is_file():
-        raise StoreError(f"{folder} is not the folder of a run: it holds no {INFO}{_instead(folder)}")
+        raise StoreError(
+            f"{folder} is not the folder of a run: it holds no {INFO}{_instead(folder)}"
+        )
     try:
         info = files.read_json(path)
     except StoreError as error:
         raise StoreError(f"{error}; delete {folder} and run the same command again") from error
     if not isinstance(info.get(SETTINGS), dict):
-        raise StoreError(f"{path} holds no configuration; delete {folder} and run the same command again")
+        raise StoreError(
+            f"{path} holds no configuration; delete {folder} and run the same command again"
+        )
     if odd := [key for key in SECTIONS if not isinstance(info.get(key), (dict, NoneType))]:
-        raise StoreError(f"{path}: {odd[0]} holds no keys and values; delete {folder} and run the same command again")
+        raise StoreError(
+            f"{path}: {odd[0]} holds no keys and values; delete {folder} and run the same command again"
+        )
     return info
 
 
@@ -336,7 +388,9 @@ def read_records(folder: Path) -> list[Record]:
 def _read_examples(folder: Path) -> tuple[list[Record], list[FailedExample], list[SkippedExample]]:
     """Return the records, for each example that failed and has no record its last failure, and the
     examples that were skipped."""
-    records, failed, skipped = dict[str, Record](), dict[str, FailedExample](), dict[str, SkippedExample]()
+    records = dict[str, Record]()
+    failed = dict[str, FailedExample]()
+    skipped = dict[str, SkippedExample]()
     for where, plain in files.read_lines(folder / EXAMPLES):
         if "error" in plain:
             failed[plain.get("id", "")] = FailedExample.from_plain(plain, where)
@@ -357,7 +411,9 @@ def find(paths: Iterable[Path]) -> list[Path]:
             raise StoreError(f"no such folder: {path}{_instead(path)}")
         below = sorted(Path(folder) for folder, _, names in os.walk(path) if INFO in names)
         if not below:
-            raise StoreError(f"no runs in {path}: give the folder that results.root named; that of a run holds {INFO}")
+            raise StoreError(
+                f"no runs in {path}: give the folder that results.root named; that of a run holds {INFO}"
+            )
         for folder in below:
             folders.setdefault(folder.resolve(), folder)
     return list(folders.values())
@@ -367,4 +423,8 @@ def _instead(path: Path) -> str:
     """Return the end of an error about a missing folder: the place in the usual results folder if
     the run is there, otherwise what to give."""
     usual = Path(Results().root) / path
-    return f"; did you mean {usual}?" if usual.is_dir() and not path.is_dir() else "; give what results.root named"
+    return (
+        f"; did you mean {usual}?"
+        if usual.is_dir() and not path.is_dir()
+        else "; give what results.root named"
+    )

@@ -39,8 +39,10 @@ LIKELIHOOD = "answer_nll"  # of a record's measured numbers: nats per token
 MIN_WINDOWS = 24  # windows of a text below which nothing is said of how sure their difference is
 OFF_BUDGET = 0.1  # of the budget: what steps read may differ from it by so much
 _SETTINGS = [key for key, entry in ENTRIES.items() if entry.one_table]
-ONE_TABLE = ("task", "model", *sorted(_SETTINGS, key="seed".__eq__))  # the seed comes last in titles
-CONDITIONS = ("protocol", "placement", "codec", "dtype", "device", "batch", "seed")  # settings in a summary
+# the seed comes last in titles
+ONE_TABLE = ("task", "model", *sorted(_SETTINGS, key="seed".__eq__))
+# settings in a summary
+CONDITIONS = ("protocol", "placement", "codec", "dtype", "device", "batch", "seed")
 SAME_NUMBERS = ("dtype", "device")  # a Full that differs here differs by rounding alone
 
 
@@ -97,7 +99,9 @@ def summarise(
     }
 
 
-def _budget(records: Sequence[Record], config: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, Any]:
+def _budget(
+    records: Sequence[Record], config: Mapping[str, Any], info: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the budget that was asked for, and what was read."""
     use = info.get("budget_use") or {}
     return _asked(config) | {
@@ -155,7 +159,9 @@ def _read(records: Sequence[Record], measure: str) -> dict[str, float | None]:
     return {"tokens": tokens, "share": mean([record.share(measure) for record in records])}
 
 
-def _not_kept(records: Sequence[Record], config: Mapping[str, Any], info: Mapping[str, Any]) -> str | None:
+def _not_kept(
+    records: Sequence[Record], config: Mapping[str, Any], info: Mapping[str, Any]
+) -> str | None:
     """Return in words what was read instead, and why, where a run did not keep its budget: if the
     mean differs much from it, or if a prompt was read whole. Where heads read as many tokens as
     they need, the budget is an upper limit. None if it was kept, or is no share or number of the
@@ -169,14 +175,19 @@ def _not_kept(records: Sequence[Record], config: Mapping[str, Any], info: Mappin
     usual = config.get("budget_rule", "read") == "read" and not config.get("dense_layers")
     read_in_all = share if is_share else tokens
     excess = 0.0 if tokens is None or share is None or read_in_all is None else read_in_all - asked
-    limit = not is_share or _over_layers(records)["p50"] is not None  # which may be more than was read
+    # which may be more than was read
+    limit = not is_share or _over_layers(records)["p50"] is not None
     whole = []
     if is_share and asked < 1:
         whole = [record for record in records if (record.share("attended_prompt") or 0) >= 1]
     if usual and (excess if limit else abs(excess)) > OFF_BUDGET * asked:
         shares = f"{percent(share)} % of the prompt, not {percent(asked)} %"
         read = shares if is_share else f"{tokens:.0f} tokens of the prompt, not {asked}"
-        read += f" ({len(whole)} of {len(records)} prompts whole)" if 0 < len(whole) < len(records) else ""
+        read += (
+            f" ({len(whole)} of {len(records)} prompts whole)"
+            if 0 < len(whole) < len(records)
+            else ""
+        )
     elif whole:
         read = f"{len(whole)} of {len(records)} prompts whole, not {percent(asked)} %"
     else:
@@ -191,7 +202,10 @@ def _not_kept(records: Sequence[Record], config: Mapping[str, Any], info: Mappin
 def _over_layers(records: Sequence[Record]) -> dict[str, float | None]:
     """Return quantiles over layers of the share of the sealed prompt that a head read per step, as
     means over examples; None for a method that reads equally many in every step."""
-    return {name: mean([record.share(f"attended_{name}") for record in records]) for name in ("p10", "p50", "p90")}
+    return {
+        name: mean([record.share(f"attended_{name}") for record in records])
+        for name in ("p10", "p50", "p90")
+    }
 
 
 def _fidelity(records: Sequence[Record]) -> dict[str, float | None] | None:
@@ -202,8 +216,12 @@ def _fidelity(records: Sequence[Record]) -> dict[str, float | None] | None:
     measured = [record["fidelity"] for record in records if record["fidelity"]]
     if not measured:
         return None
-    means = {name: mean([m.get(name) for m in measured]) for name in ("recall", "mass", "error", "kl")}
-    return means | {"same_as_full": fmean(float(m.get("first_difference") is None) for m in measured)}
+    means = {
+        name: mean([m.get(name) for m in measured]) for name in ("recall", "mass", "error", "kl")
+    }
+    return means | {
+        "same_as_full": fmean(float(m.get("first_difference") is None) for m in measured)
+    }
 
 
 def _trace(records: Sequence[Record]) -> dict[str, float] | None:
@@ -217,10 +235,13 @@ def _trace(records: Sequence[Record]) -> dict[str, float] | None:
 
 
 def _speed(records: Sequence[Record], batch: int) -> dict[str, Any]:
-    shares = batch == 1 or all(record["share_s"] is not None for record in records)  # older batches do not say
+    # older batches do not say
+    shares = batch == 1 or all(record["share_s"] is not None for record in records)
     first = [record.replies[0] for record in records if record["prefilled_by"] is None]
     # further questions on a context, and turns of a conversation, begin on an existing cache
-    later = [reply for record in records for reply in record.replies[record["prefilled_by"] is None :]]
+    later = [
+        reply for record in records for reply in record.replies[record["prefilled_by"] is None :]
+    ]
     return {
         "ttft_s": quantiles(reply.ttft_s for reply in first),
         "ttft_later_s": quantiles(reply.ttft_s for reply in later),
@@ -250,9 +271,12 @@ def _turns_ago(records: Sequence[Record]) -> dict[str, dict[str, Any]] | None:
     for record in records:
         for reply in record.replies:
             if (ago := reply.data.get("turns_ago")) is not None:
-                start = ago if ago < 4 else 1 << ago.bit_length() - 1  # 0 to 3, then 4 to 7, 8 to 15 and so on
+                # 0 to 3, then 4 to 7, 8 to 15 and so on
+                start = ago if ago < 4 else 1 << ago.bit_length() - 1
                 by_start[start].append((record.independent, reply))
-    names = {start: str(start) if start < 4 else f"{start}-{2 * start - 1}" for start in sorted(by_start)}
+    names = {
+        start: str(start) if start < 4 else f"{start}-{2 * start - 1}" for start in sorted(by_start)
+    }
     return {name: _scored(by_start[start]) for start, name in names.items()} or None
 
 
@@ -304,7 +328,9 @@ def decode_throughput(records: Sequence[Record]) -> float | None:
 def total_throughput(records: Sequence[Record]) -> float | None:
     """Return the tokens per second of the machine, with the time of prefill, seal and question
     included."""
-    seconds = sum(record.token_s[-1] if record["share_s"] is None else record["share_s"] for record in records)
+    seconds = sum(
+        record.token_s[-1] if record["share_s"] is None else record["share_s"] for record in records
+    )
     return sum(len(record.token_s) for record in records) / seconds if seconds else None
 
 
@@ -380,7 +406,9 @@ class Neighbours:
             for folder in folders:
                 with suppress(StoreError):
                     self._read[folder] = self._read.get(folder) or load(folder)
-            self._beside[root] = _fulls([self._read[folder] for folder in folders if folder in self._read])
+            self._beside[root] = _fulls(
+                [self._read[folder] for folder in folders if folder in self._read]
+            )
         return self._beside[root].get(_settings(run), [])
 
 
@@ -391,7 +419,12 @@ def _fulls(runs: Sequence[StoredRun]) -> dict[str, list[StoredRun]]:
     for run in runs:
         if method_of(run) == FULL and run.records:
             prompts = [(record.id, record.prompt_sha256) for record in run.records]
-            same = {"config": run.config, "given": given(run), "code": _code(run), "prompts": prompts}
+            same = {
+                "config": run.config,
+                "given": given(run),
+                "code": _code(run),
+                "prompts": prompts,
+            }
             first.setdefault(files.canonical(same), run)
     fulls = defaultdict[str, list[StoredRun]](list)
     for run in first.values():
@@ -402,9 +435,19 @@ def _fulls(runs: Sequence[StoredRun]) -> dict[str, list[StoredRun]]:
 def summary_of(run: StoredRun, full: StoredRun | None) -> dict[str, Any]:
     """Return the summary of `run`, compared with the run of Full in `full`, if any."""
     records, info = full.records if full else None, run.info | {"status": run.status}
-    summary = summarise(run.records, config=run.config, info=info, full=records, failed=run.failed, skipped=run.skipped)
+    summary = summarise(
+        run.records,
+        config=run.config,
+        info=info,
+        full=records,
+        failed=run.failed,
+        skipped=run.skipped,
+    )
     if full and summary["full"]:
-        summary["full"] |= {"folder": full.folder.name, "identity_sha256": full.info.get("identity_sha256")}
+        summary["full"] |= {
+            "folder": full.folder.name,
+            "identity_sha256": full.info.get("identity_sha256"),
+        }
     return summary
 
 
@@ -478,7 +521,8 @@ def combination(run: StoredRun) -> str:
 def _settings(run: StoredRun) -> str:
     usual = recorded_defaults()
     known = {name: run.config.get(name, usual.get(name)) for name in ONE_TABLE}
-    return files.canonical(known | {"generation": usual["generation"] | known["generation"]})  # older runs lack keys
+    # older runs lack keys
+    return files.canonical(known | {"generation": usual["generation"] | known["generation"]})
 
 
 def method_of(run: StoredRun) -> str:

@@ -28,7 +28,9 @@ def publish(folders: Iterable[Path], project: str) -> None:
             _log(folder, project)
         except Exception as error:
             reason = " ".join(str(error).split()).rstrip(".")
-            say_once(f"{folder.name} was not sent to wandb ({type(error).__name__}: {reason}): run the command again")
+            say_once(
+                f"{folder.name} was not sent to wandb ({type(error).__name__}: {reason}): run the command again"
+            )
             return
 
 
@@ -38,7 +40,9 @@ def _log(folder: Path, project: str) -> None:
     quiet = wandb.Settings(silent=True, console="off", init_timeout=TIMEOUT_S, x_disable_stats=True)
     has_way = "WANDB_MODE" in os.environ or wandb.login(prompt=False)
     if not has_way:
-        say_once("there is no login to wandb (WANDB_API_KEY): send copies with `wandb sync FOLDER/wandb/offline-run-*`")
+        say_once(
+            "there is no login to wandb (WANDB_API_KEY): send copies with `wandb sync FOLDER/wandb/offline-run-*`"
+        )
     settings = read_info(folder)[SETTINGS]
     config = flatten({key: value for key, value in settings.items() if key not in WITHOUT_EFFECT})
     with wandb.init(
@@ -52,4 +56,6 @@ def _log(folder: Path, project: str) -> None:
         settings=quiet,
     ) as copy:
         summary = flatten(read_json(folder / SUMMARY))
-        copy.log({key: value for key, value in summary.items() if isinstance(value, (int, float, str))})
+        copy.log(
+            {key: value for key, value in summary.items() if isinstance(value, (int, float, str))}
+        )

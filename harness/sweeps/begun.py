@@ -33,7 +33,9 @@ def begin(config: Mapping[str, Any]) -> None:
 
 def waiting(folder: Path) -> list[str]:
     """Return the labels of the jobs below a folder that have not begun."""
-    return sorted(file.read_text(encoding="utf-8") for file in folder.rglob(f"sweeps/jobs/*{WAITING}"))
+    return sorted(
+        file.read_text(encoding="utf-8") for file in folder.rglob(f"sweeps/jobs/*{WAITING}")
+    )
 
 
 def _file(config: Mapping[str, Any]) -> Path:

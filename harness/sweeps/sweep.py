@@ -56,7 +56,8 @@ QUIET = (
 INSTALL = "joblib, ray and submitit_* come with pip install 'kv-harness[launchers]'"
 RAY_STORE_BYTES = 78_643_200  # the least that Ray takes: nothing of ours is stored there
 LOOK_S = 1.0  # between two looks whether the command is still there
-JobGroup = Mapping[int, Composed]  # jobs that run together, by their numbers among all of the command
+# jobs that run together, by their numbers among all of the command
+JobGroup = Mapping[int, Composed]
 Complain = Callable[[int, str], None]  # the number of a job, and a sentence on what went wrong
 KnownPrompts = dict[str, "Prompts"]  # of the latest job, by what they were asked for
 _taken: list[FileLock] = []  # the GPU of this worker
@@ -80,7 +81,9 @@ def with_own_settings(jobs: Sequence[Composed]) -> list[Composed]:
         config, words = dict(job.config), job.words
         if any(budgets) and not has_budget:
             config |= {key: usual[key] for key in OF_A_BUDGET}
-            words = [word for word in words if re.split(r"[.=]", word.lstrip("+"))[0] not in OF_A_BUDGET]
+            words = [
+                word for word in words if re.split(r"[.=]", word.lstrip("+"))[0] not in OF_A_BUDGET
+            ]
         if any(stores) and not has_store:
             config["store"] = usual["store"]
         kept.setdefault(canonical(config), Composed(config, job.presets, words))
@@ -99,7 +102,9 @@ def groups(jobs: Sequence[Composed]) -> list[dict[int, Composed]]:
     `shared_prefill=true` the jobs that can share a prefill, otherwise each job by itself."""
     by_group: dict[str, dict[int, Composed]] = {}
     for number, job in enumerate(jobs):
-        common = {key: value for key, value in job.config.items() if key not in AFTER_PREFILL | {"method"}}
+        common = {
+            key: value for key, value in job.config.items() if key not in AFTER_PREFILL | {"method"}
+        }
         key = canonical(common) if job.config.get("shared_prefill") else str(number)
         by_group.setdefault(key, {})[number] = job
     return list(by_group.values())
@@ -123,7 +128,9 @@ class GroupOutcome(NamedTuple):
     failures: list[tuple[int, str]]  # the number of a job, and a sentence on what went wrong
 
 
-def run_jobs(group: JobGroup, prompts: KnownPrompts, jobs: int, complain: Complain | None = None) -> GroupOutcome:
+def run_jobs(
+    group: JobGroup, prompts: KnownPrompts, jobs: int, complain: Complain | None = None
+) -> GroupOutcome:
     """Run the jobs of a group; with dry_run=true, print what they would do. An error ends only its
     own job.
 
@@ -134,7 +141,8 @@ def run_jobs(group: JobGroup, prompts: KnownPrompts, jobs: int, complain: Compla
     failures, errors = list[tuple[int, str]](), list[Exception]()
 
     def failed(error: Exception, number: int | None = None) -> None:
-        notes = " ".join(getattr(error, "__notes__", ()))  # which name the folder of the run that failed
+        # which name the folder of the run that failed
+        notes = " ".join(getattr(error, "__notes__", ()))
         of_folder = [number for number, job in planned.items() if f"{job.folder}/" in notes]
         at_fault = number if number is not None else [*of_folder, *group][0]
         failures.append((at_fault, one_sentence(error)))
@@ -167,14 +175,17 @@ def run_jobs(group: JobGroup, prompts: KnownPrompts, jobs: int, complain: Compla
     if any(map(is_memory, errors)):
         _give_back_memory(errors)
     pairs = [(run.full_folder, run.folder) for run in runs]
-    return GroupOutcome(list(dict.fromkeys(folder for pair in pairs for folder in pair if folder)), failures)
+    return GroupOutcome(
+        list(dict.fromkeys(folder for pair in pairs for folder in pair if folder)), failures
+    )
 
 
 def _planned(composed: Composed, prompts: KnownPrompts) -> Job:
     """Plan a job. If it asks the same of the same model as the job before it, it reuses the prompts
     in `prompts`, because those of a large task take minutes to make."""
     method, task, model, settings = built(composed.config)
-    from harness.jobs.job import Job  # and torch, which a wrong word on the command line does not wait for
+    # and torch, which a wrong word on the command line does not wait for
+    from harness.jobs.job import Job
 
     common = {name: value for name, value in asdict(settings).items() if name not in AFTER_PREFILL}
     key = str((task, model, common))
@@ -216,20 +227,30 @@ def launch(
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
         hydra: Any = GlobalHydra.instance().hydra
-        name, known = words_of(words).get(LAUNCHER, "basic"), hydra.config_loader.get_group_options(LAUNCHER)
+        name = words_of(words).get(LAUNCHER, "basic")
+        known = hydra.config_loader.get_group_options(LAUNCHER)
         if name not in known:
-            raise SettingsError(f"There is no launcher {name!r}{suggestion(name, known)} {INSTALL}.")
+            raise SettingsError(
+                f"There is no launcher {name!r}{suggestion(name, known)} {INSTALL}."
+            )
         folder = (root / "sweeps").resolve()
         numbers = ",".join(map(str, range(len(groups))))
         common = [*QUIET, f"hydra.sweep.dir='{folder}'", *search_path(config_dirs), *words]
-        target = hydra.compose_config(None, common, run_mode=RunMode.MULTIRUN).hydra.launcher._target_.lower()
+        target = hydra.compose_config(
+            None, common, run_mode=RunMode.MULTIRUN
+        ).hydra.launcher._target_.lower()
         devices = {job.config["device"] for group in groups for job in group.values()}
         gpus = [] if devices == {"cpu"} else visible_gpus()
-        own = usual_words(target, gpus, len(groups), "hydra.launcher.ray.init.address" in words_of(words))
-        given = [] if "ray" in target or "slurm" in target else gpus  # these hand them out themselves
+        own = usual_words(
+            target, gpus, len(groups), "hydra.launcher.ray.init.address" in words_of(words)
+        )
+        # these hand them out themselves
+        given = [] if "ray" in target or "slurm" in target else gpus
         command = CommandProcess(os.getpid(), os.getcwd(), list(sys.path))
         task = functools.partial(_work, groups, command, given, folder)
-        say_once(f"{sum(map(len, groups))} jobs go to {name}; see `python -m harness.status {root}`")
+        say_once(
+            f"{sum(map(len, groups))} jobs go to {name}; see `python -m harness.status {root}`"
+        )
         try:
             [returns] = hydra.multirun(None, task, [*own, *common, f"+group={numbers}"])
         finally:
@@ -250,8 +271,13 @@ def usual_words(target: str, gpus: Sequence[str], groups: int, is_joined: bool) 
         return []
     words = [f"remote.num_gpus={int(bool(gpus))}", "remote.max_calls=0"]  # a worker keeps its model
     if not is_joined:
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray then listens on the loopback alone
-        words += [f"init.num_cpus={workers}", f"init.num_gpus={len(gpus)}", "init.include_dashboard=false"]
+        # Ray then listens on the loopback alone
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        words += [
+            f"init.num_cpus={workers}",
+            f"init.num_gpus={len(gpus)}",
+            "init.include_dashboard=false",
+        ]
         words.append(f"init.object_store_memory={RAY_STORE_BYTES}")
     return [f"++hydra.launcher.ray.{word}" for word in words]
 
@@ -263,7 +289,9 @@ def lost(error: Exception) -> str:
     first = re.split(r"(?<=\.) ", text)[0].rstrip(".")
     signals = sorted(set(re.findall(r"\bSIG[A-Z]+\b", text)))
     memory = ["SIGKILL comes from the system where memory runs out"] if "SIGKILL" in signals else []
-    return "; ".join([f"{type(error).__name__}: {shorten(first, 200, placeholder=' ...')}", *signals, *memory])
+    return "; ".join(
+        [f"{type(error).__name__}: {shorten(first, 200, placeholder=' ...')}", *signals, *memory]
+    )
 
 
 def visible_gpus() -> list[str]:
@@ -278,7 +306,11 @@ def visible_gpus() -> list[str]:
 
 @lasting_output()
 def _work(
-    groups: Sequence[JobGroup], command: CommandProcess, gpus: Sequence[str], folder: Path, _: DictConfig
+    groups: Sequence[JobGroup],
+    command: CommandProcess,
+    gpus: Sequence[str],
+    folder: Path,
+    _: DictConfig,
 ) -> GroupOutcome:
     """Run one group in a worker process that a launcher started; Hydra's job number says which."""
     os.chdir(command.folder)

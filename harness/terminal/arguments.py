@@ -25,7 +25,9 @@ def typed(text: str, key: str = "") -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
-        raise PathError(f"{key}{text} names a home that is not there: write the path out.") from error
+        raise PathError(
+            f"{key}{text} names a home that is not there: write the path out."
+        ) from error
 
 
 def config_dir(text: str) -> Path:
@@ -35,7 +37,9 @@ def config_dir(text: str) -> Path:
     return folder
 
 
-def _number(what: str, is_legal: Callable[[Any], bool], read: Callable[[str], Any] = int) -> Callable[[str], Any]:
+def _number(
+    what: str, is_legal: Callable[[Any], bool], read: Callable[[str], Any] = int
+) -> Callable[[str], Any]:
     """Return a function that argparse can use as `type`: it reads a number with `read` and refuses
     it unless `is_legal`. `what` describes a legal number in the error."""
 

@@ -11,7 +11,11 @@ import sys
 def asked() -> str:
     """Return the module that `python -m` is looking for now, or else the path of the script that is running."""
     script = next(iter(getattr(sys, "argv", [])), "")
-    return sys.orig_argv[sys.orig_argv.index("-m") + 1] if script == "-m" and "-m" in sys.orig_argv else script
+    return (
+        sys.orig_argv[sys.orig_argv.index("-m") + 1]
+        if script == "-m" and "-m" in sys.orig_argv
+        else script
+    )
 
 
 def end(*_: object) -> None:
@@ -23,5 +27,6 @@ def end(*_: object) -> None:
 
 
 _is_command = os.path.basename(asked()).partition(".")[0] in ("harness", "kv-harness")
-if _is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as under `cron`
+# not ignored, as under `cron`
+if _is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, end)

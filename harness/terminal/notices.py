@@ -89,7 +89,10 @@ def alike(warnings: Sequence[str]) -> Iterator[tuple[str, int]]:
         words = tuple(re.split(r"\d+", warning))
         kinds[words].append([int(number) for number in re.findall(r"\d+", warning)])
     for words, numbers in kinds.items():
-        spans = [" to ".join(map(str, sorted({min(column), max(column)}))) for column in zip(*numbers, strict=True)]
+        spans = [
+            " to ".join(map(str, sorted({min(column), max(column)})))
+            for column in zip(*numbers, strict=True)
+        ]
         yield "".join(chain.from_iterable(zip(words, [*spans, ""], strict=True))), len(numbers)
 
 
@@ -135,6 +138,7 @@ class _Lasting:
             act(*arguments)
         except UnicodeError:  # a subclass of ValueError, but another fault
             raise
-        except (OSError, ValueError):  # no reader, a terminal that is gone; a stream that was closed
+        except (OSError, ValueError):
+            # no reader, a terminal that is gone; a stream that was closed
             with suppress(OSError, ValueError), open(os.devnull, "w") as nothing:
                 os.dup2(nothing.fileno(), self._below.fileno())

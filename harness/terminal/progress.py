@@ -47,7 +47,13 @@ def announce(label: str, folder: Path, found: int, wanted: int) -> None:
     if folder in _named:
         return
     _named.add(folder)
-    state = "finished, reused" if found >= wanted else f"resumed, {found} of {wanted} were done" if found else "new"
+    state = (
+        "finished, reused"
+        if found >= wanted
+        else f"resumed, {found} of {wanted} were done"
+        if found
+        else "new"
+    )
     warn(f"{_counter.get()}{label}: {state}: {folder}")
 
 

@@ -31,7 +31,11 @@ class Stopped(KeyboardInterrupt):
     """A signal has asked this process to end."""
 
     def __init__(self, number: int = signal.SIGINT) -> None:
-        super().__init__("interrupted" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}")
+        super().__init__(
+            "interrupted"
+            if number == signal.SIGINT
+            else f"stopped by {signal.Signals(number).name}"
+        )
         self.number = number
 
 
@@ -53,7 +57,8 @@ class _Process:
             self.waits = self.depth > 0
             if not self.waits:
                 raise Stopped(number)
-        elif number != signal.SIGHUP and monotonic() - self.asked_s > ECHO_S:  # a shell and the system both hang up
+        elif number != signal.SIGHUP and monotonic() - self.asked_s > ECHO_S:
+            # a shell and the system both hang up
             with suppress(OSError):
                 os.write(2, f"\n{Stopped(self.asked)}\n".encode())
             os._exit(128 + self.asked)
@@ -75,12 +80,16 @@ class Stoppable:
     def __enter__(self) -> Self:
         if _is_main():
             handlers = {number: signal.getsignal(number) for number in SIGNALS}
-            self._taken = {number: handler for number, handler in handlers.items() if handler in UNTAKEN}
+            self._taken = {
+                number: handler for number, handler in handlers.items() if handler in UNTAKEN
+            }
             for number in self._taken:
                 signal.signal(number, _process.hear)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> bool:
         _process.depth += 1  # a signal that comes now is counted, and raises nothing
         for number, handler in self._taken.items():
             signal.signal(number, handler)

@@ -39,7 +39,9 @@ class Column:
 
     @property
     def width(self) -> int:
-        return max(len(line) for text in (self.head, self.unit, *self.cells) for line in text.split("\n"))
+        return max(
+            len(line) for text in (self.head, self.unit, *self.cells) for line in text.split("\n")
+        )
 
 
 def text_table(columns: Sequence[Column], width: int = WIDTH) -> str:
@@ -53,12 +55,17 @@ def text_table(columns: Sequence[Column], width: int = WIDTH) -> str:
     excess = sum(column.width + 2 for column in kept) - 2 - width
     if kept and excess > 0:
         width = max(8, kept[0].width - excess)
-        wrap = TextWrapper(width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)  # at spaces
+        # at spaces
+        wrap = TextWrapper(
+            width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
         kept[0] = replace(kept[0], cells=list(map(wrap.fill, kept[0].cells)))
     tall = max((column.head.count("\n") for column in kept), default=0)
     heads = ["\n" * (tall - column.head.count("\n")) + column.head for column in kept]
     widths = [column.width for column in kept]
-    forms = [f"{'<' if column.left else '>'}{width}" for column, width in zip(kept, widths, strict=True)]
+    forms = [
+        f"{'<' if column.left else '>'}{width}" for column, width in zip(kept, widths, strict=True)
+    ]
     lines = [*_lines(forms, heads), *_lines(forms, [column.unit for column in kept])]
     lines.append("  ".join("-" * width for width in widths))
     for row in zip(*(column.cells for column in kept), strict=True):
@@ -178,7 +185,9 @@ def with_ci(value: float | None, ci: Sequence[float] | None, sign: bool = False)
 def _interval(ci: Sequence[float], sign: bool) -> str:
     """Return a confidence interval in percent, without decimals. For a difference (`sign`), as many
     decimals are shown as it takes to tell an end from 0."""
-    places = next((n for n in range(3) if not sign or all(round(100 * end, n) for end in ci if end)), 3)
+    places = next(
+        (n for n in range(3) if not sign or all(round(100 * end, n) for end in ci if end)), 3
+    )
     return f"[{percent(ci[0], places, sign)}, {percent(ci[1], places, sign)}]"
 
 

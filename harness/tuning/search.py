@@ -56,19 +56,33 @@ class Search:
 
     @classmethod
     def plan(
-        cls, method: Method, task: Task, model: ModelSource, wanted: Settings, names: Presets, asked: Values
+        cls,
+        method: Method,
+        task: Task,
+        model: ModelSource,
+        wanted: Settings,
+        names: Presets,
+        asked: Values,
     ) -> Search:
         """Plan a search. Method, task, model and settings are those of one run; its seed is
         replaced by the tuning seed. `names`: what the command line calls method, task and model;
         `asked`: the values to try by parameter; without any, those that the method declares."""
-        if not task.seeded:  # before its data are looked for; a task of a user's own is recognised by its examples
+        # before its data are looked for; a task of a user's own is recognised by its examples
+        if not task.seeded:
             raise SettingsError(SAME_EXAMPLES)
         settings = replace(
-            wanted, seed=TUNING_SEED, shared_prefill=True, likelihood="off", comm=None, windows=CommonWindows()
+            wanted,
+            seed=TUNING_SEED,
+            shared_prefill=True,
+            likelihood="off",
+            comm=None,
+            windows=CommonWindows(),
         )
         task.require(settings.data.folder())
         items = prepare(task, model, settings)
-        usual = {item.sha256 for item in prepare(task, model, replace(settings, seed=Settings().seed))}
+        usual = {
+            item.sha256 for item in prepare(task, model, replace(settings, seed=Settings().seed))
+        }
         if usual & {item.sha256 for item in items}:
             raise SettingsError(SAME_EXAMPLES)
         both = halves(items)
@@ -109,7 +123,9 @@ class Search:
             best = min(ranks, key=ranks.__getitem__)
         return best, runs
 
-    def run(self, part: str, items: Sequence[PreparedExample], candidates: Sequence[Method]) -> Runs:
+    def run(
+        self, part: str, items: Sequence[PreparedExample], candidates: Sequence[Method]
+    ) -> Runs:
         """Run candidates on `items`, and return the runs by candidate. One that cannot run is said and left out,
         unless it is the start. `part` names a subfolder of results; what is finished there is only read."""
         start, results = self.start, self.start.wanted.results
@@ -117,14 +133,18 @@ class Search:
         jobs, errors = dict[Method, Job](), list[Exception]()
         for method in candidates:
             with reporting(errors.append):
-                jobs[method] = Job.plan(method, start.task, start.model, here, Prompts(items), start.presets)
+                jobs[method] = Job.plan(
+                    method, start.task, start.model, here, Prompts(items), start.presets
+                )
         runs, waiting = dict[Path, StoredRun](), list(jobs.values())
         while waiting:
             together = fitting(waiting)
             runs |= {run.folder: run for run in evaluate_together(together, errors.append)}
             waiting = waiting[len(together) :]
         for error in errors:
-            if start.method in candidates and (start.method not in jobs or jobs[start.method].folder not in runs):
+            if start.method in candidates and (
+                start.method not in jobs or jobs[start.method].folder not in runs
+            ):
                 raise error  # nothing can be compared with the start
             leave_out(error)
         return {method: runs[job.folder] for method, job in jobs.items() if job.folder in runs}
@@ -133,12 +153,14 @@ class Search:
         """Return True if a candidate reads no more of the prompt than the budget allows, or the
         start; else say so."""
         read, usual = (
-            mean([record["attended_prompt"] for record in runs[one].records]) for one in (method, self.start.method)
+            mean([record["attended_prompt"] for record in runs[one].records])
+            for one in (method, self.start.method)
         )
         budget, records = self.start.budget, runs[method].records
         if budget is None or read is None or usual is None:
             return True
-        dense, layers = getattr(method, "dense_layers", ()), range(self.start.model.describe().num_whole_layers)
+        dense = getattr(method, "dense_layers", ())
+        layers = range(self.start.model.describe().num_whole_layers)
         lengths = [round(fmean(reply.sealed_at for reply in record.replies)) for record in records]
         allowed = fmean(n if i in dense else budget.tokens(n, i) for n in lengths for i in layers)
         if read <= max(allowed, usual) * (1 + TOLERANCE):
@@ -154,7 +176,9 @@ class Search:
         """Return the parameters that differ from the start's; empty for the start."""
         values = {name: getattr(method, name) for name in self.grids}
         usual = self.start.method
-        return " ".join(f"{name}={plain(v)}" for name, v in values.items() if v != getattr(usual, name))
+        return " ".join(
+            f"{name}={plain(v)}" for name, v in values.items() if v != getattr(usual, name)
+        )
 
     def origin(self, best: Method, held: Runs) -> Iterator[str]:
         """Yield sentences on where a preset comes from: the model, the examples, and the held-out scores."""
@@ -163,7 +187,9 @@ class Search:
         commit = str(git()["commit"] or "unknown")[:12]
         yield f"Model {info.name}{revision}, examples of seed {TUNING_SEED}, commit {commit}."
         name = (self.start.presets or {})["method"]
-        scores = ", ".join(f"{self.changed(method) or name} {spelled(run)}" for method, run in held.items())
+        scores = ", ".join(
+            f"{self.changed(method) or name} {spelled(run)}" for method, run in held.items()
+        )
         yield f"Held out, {len(self.held_out)} other examples: {scores}."
         if best != self.start.method:
             pairs = paired(held[best].records, held[self.start.method].records)
@@ -194,7 +220,9 @@ def leave_out(error: Exception) -> None:
 
 def spelled(run: StoredRun) -> str:
     """Return the mean score with its interval, such as "40.0 [23, 59]"."""
-    groups, units = ([getattr(record, key) for record in run.records] for key in ("group", "independent"))
+    groups, units = (
+        [getattr(record, key) for record in run.records] for key in ("group", "independent")
+    )
     ends = stats.interval([record.score for record in run.records], groups, units=units)
     return with_ci(mean_score(run.records), [ends.low, ends.high] if ends else None)
 

@@ -15,7 +15,9 @@ LEAST_TOKENS = 64  # of a prompt; below this, packing the weights does not pay
 
 
 def _linear(outs: str, ins: str) -> FieldGroup:
-    return FieldGroup("Weights", {"weight": elements(f"{outs} * {ins}"), "bias": elements(outs, optional=True)})
+    return FieldGroup(
+        "Weights", {"weight": elements(f"{outs} * {ins}"), "bias": elements(outs, optional=True)}
+    )
 
 
 class BlockWeights(Struct):
@@ -48,7 +50,8 @@ class BlockInputs(Struct):
     k = elements("batch * tokens * kv_channels", written=True)
     v = elements("batch * tokens * kv_channels", written=True)
     batch = tokens = channels = q_channels = kv_channels = integer()
-    angles = turned = integer()  # angles: sequences in cos and sin, one or all; turned: channels that rotate
+    # angles: sequences in cos and sin, one or all; turned: channels that rotate
+    angles = turned = integer()
 
 
 class BlockOutput(Struct):
@@ -99,7 +102,9 @@ _LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 _NAME = "cpu"  # under which blocks and heads keep their packed weights
 
 
-def attention_inputs(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def attention_inputs(
+    x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Norm x [B T E], project it, and rotate the heads, as kernels/block.py defines it. Return
     normed [B T E], q [B H T D], k and v [B G T D]."""
     x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
@@ -116,7 +121,9 @@ def attention_inputs(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -
     return normed, q, k, v
 
 
-def attention_inputs_refuses(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -> str | None:
+def attention_inputs_refuses(
+    x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor
+) -> str | None:
     if cos.dtype != x.dtype:
         return f"takes one dtype, got x {x.dtype}, cos {cos.dtype}"
     if block.neighbours:
@@ -130,14 +137,25 @@ def block_output(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
     x = x.contiguous()
     (batch, tokens, channels), q_channels = x.shape, attended.shape[1] * attended.shape[3]
     # of one token the heads lie in the same order either way
-    out, heads = torch.empty_like(x), (attended if tokens == 1 else attended.transpose(1, 2)).contiguous()
+    out = torch.empty_like(x)
+    heads = (attended if tokens == 1 else attended.transpose(1, 2)).contiguous()
     run = _library.block_output if tokens == 1 else _library.prompt_output
-    run(_of_block(block), x=x, attended=heads, out=out, rows=batch * tokens, channels=channels, q_channels=q_channels)
+    run(
+        _of_block(block),
+        x=x,
+        attended=heads,
+        out=out,
+        rows=batch * tokens,
+        channels=channels,
+        q_channels=q_channels,
+    )
     return out
 
 
 def block_output_refuses(x: Tensor, attended: Tensor, block: DecoderBlock) -> str | None:
-    return _unfit(x, block) or (None if _is_step(x) or _multiplies(x, block) else "leaves such a prompt to torch")
+    return _unfit(x, block) or (
+        None if _is_step(x) or _multiplies(x, block) else "leaves such a prompt to torch"
+    )
 
 
 def token_logits(x: Tensor, head: Head) -> Tensor:
@@ -149,7 +167,9 @@ def token_logits(x: Tensor, head: Head) -> Tensor:
 
 
 def token_logits_refuses(x: Tensor, head: Head) -> str | None:
-    return _unfit(x, head) or (None if _is_step(x) else f"takes one token of up to {MOST_SEQUENCES} sequences")
+    return _unfit(x, head) or (
+        None if _is_step(x) else f"takes one token of up to {MOST_SEQUENCES} sequences"
+    )
 
 
 def _is_step(x: Tensor) -> bool:
@@ -159,7 +179,9 @@ def _is_step(x: Tensor) -> bool:
 def _multiplies(x: Tensor, block: DecoderBlock) -> bool:
     """Return whether the compiled matrix products pay off for a prompt x [B T E] in this block,
     given its sizes and the number of tokens."""
-    fits = fits_compiled((*block.q.weight.shape, block.k.weight.shape[0]), block.gate.weight.shape[0], x.dtype)
+    fits = fits_compiled(
+        (*block.q.weight.shape, block.k.weight.shape[0]), block.gate.weight.shape[0], x.dtype
+    )
     return FAST[x.dtype] and fits and x.shape[1] > 1 and x.shape[0] * x.shape[1] >= LEAST_TOKENS
 
 

@@ -31,7 +31,8 @@ class GroupMargins(Struct):
     logits = floats("pairs * heads * count")
     out = floats("pairs * candidates", written=True)
     counts = int64s("pairs", written=True)
-    of_each = int64s("pairs // groups", optional=True)  # candidates of each sequence, instead of `candidates`
+    # candidates of each sequence, instead of `candidates`
+    of_each = int64s("pairs // groups", optional=True)
     pairs = groups = heads = count = candidates = integer()
     reach = real()
 
@@ -42,7 +43,8 @@ class TopK(Struct):
 
     scores = floats()  # `rows` of `count`, `stride` entries apart
     out = int64s("rows * k", written=True)
-    counts = ks = int64s("rows // lists", optional=True)  # of each sequence, instead of `count` and `k`
+    # of each sequence, instead of `count` and `k`
+    counts = ks = int64s("rows // lists", optional=True)
     rows = count = k = integer()
     lists = integer()  # rows of a sequence
     stride = integer(0)
@@ -79,9 +81,12 @@ def group_margins(
 ) -> tuple[Tensor | Ragged, Tensor]:  # fmt: skip
     batch, groups, heads, count = logits.shape
     wanted, of_each = (
-        (candidates.most, candidates.on(logits.device)) if isinstance(candidates, PerSequence) else (candidates, None)
+        (candidates.most, candidates.on(logits.device))
+        if isinstance(candidates, PerSequence)
+        else (candidates, None)
     )
-    out, counts = logits.new_empty((batch, groups, wanted)), logits.new_zeros((batch, groups), dtype=torch.int64)
+    out = logits.new_empty((batch, groups, wanted))
+    counts = logits.new_zeros((batch, groups), dtype=torch.int64)
     if wanted:
         _library.group_margins(
             logits=logits.contiguous(), out=out, counts=counts, of_each=of_each, pairs=batch * groups, groups=groups,
@@ -117,7 +122,9 @@ def top_k(scores: Tensor | Ragged, count: int | PerSequence) -> Tensor | Ragged:
 def top_k_refuses(scores: Tensor | Ragged, count: int | PerSequence) -> str | None:
     if isinstance(scores, Ragged) and scores.dim != len(scores.shape) - 1:
         return "takes scores that differ in their last dimension"
-    return _unfit(scores) or ("leaves a count beyond the row to torch" if too_few(scores, count) else None)
+    return _unfit(scores) or (
+        "leaves a count beyond the row to torch" if too_few(scores, count) else None
+    )
 
 
 def _evenly_spaced(x: Tensor) -> bool:

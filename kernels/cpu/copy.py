@@ -15,9 +15,11 @@ class CopyRows(Struct):
     contiguous block, or from the block into x. A pair is one KV head of one sequence."""
 
     x = anything(strides="batch group row", written=True)  # [B G S D]
-    table = int64s("pairs // groups * 3", optional=True)  # of `Ragged`, instead of the address and the strides above
+    # of `Ragged`, instead of the address and the strides above
+    table = int64s("pairs // groups * 3", optional=True)
     rows = int64s("pairs * count")
-    counts = int64s("pairs // groups", optional=True)  # how many rows of each sequence are there; None: all
+    # how many rows of each sequence are there; None: all
+    counts = int64s("pairs // groups", optional=True)
     block = anything("pairs * count * channels", written=True)
     pairs = groups = count = channels = width = integer()
 
@@ -27,7 +29,8 @@ class CopyTiers(Struct):
     tensors: from `held` where `slots` says so, else from `far`."""
 
     far = anything(strides="batch group row")  # [B G S D]
-    table = int64s("pairs // groups * 3", optional=True)  # of `Ragged`, instead of its address and strides
+    # of `Ragged`, instead of its address and strides
+    table = int64s("pairs // groups * 3", optional=True)
     held = anything(strides="batch group row")  # [B G C D]
     rows = int64s("pairs * count")
     slots = int64s("pairs * count")  # 0 or more: the row is there in `held`
@@ -36,7 +39,10 @@ class CopyTiers(Struct):
 
 
 _library = load(
-    "copy", Function("gather_rows", CopyRows), Function("put_rows", CopyRows), Function("gather_tiers", CopyTiers)
+    "copy",
+    Function("gather_rows", CopyRows),
+    Function("put_rows", CopyRows),
+    Function("gather_tiers", CopyTiers),
 )
 
 
@@ -48,7 +54,9 @@ def gather_rows(x: Tensor | Ragged, rows: Tensor | Ragged) -> Tensor | Ragged:
     out = torch.empty((*chosen.shape, first.shape[3]), dtype=first.dtype)
     if out.numel():
         counts = None if sizes is None else sizes.on(out.device)
-        _library.gather_rows(x=first, table=table, rows=chosen, counts=counts, block=out, **_sizes(out, chosen))
+        _library.gather_rows(
+            x=first, table=table, rows=chosen, counts=counts, block=out, **_sizes(out, chosen)
+        )
     return out if sizes is None else Ragged.filled_up(out, sizes)
 
 
@@ -69,11 +77,17 @@ def gather_tiers(
     `far` [B G S D], as kernels/reference.py defines it. -> [B G K D]"""
     if held is None or slots is None:
         return gather_rows(far, rows)
-    (first, table), chosen, at = _located(far), filled(rows).long().contiguous(), slots.long().contiguous()
+    (first, table), chosen, at = (
+        _located(far),
+        filled(rows).long().contiguous(),
+        slots.long().contiguous(),
+    )
     out = torch.empty((*chosen.shape, first.shape[3]), dtype=first.dtype)
     if out.numel():
         sizes = _sizes(out, chosen)
-        _library.gather_tiers(far=first, table=table, held=held, rows=chosen, slots=at, block=out, **sizes)
+        _library.gather_tiers(
+            far=first, table=table, held=held, rows=chosen, slots=at, block=out, **sizes
+        )
     return out
 
 
@@ -89,7 +103,9 @@ def put_rows(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> None:
     rows, values = rows.long().contiguous(), values.contiguous()
     first, table = _located(x)
     if values.numel():
-        _library.put_rows(x=first, table=table, rows=rows, counts=None, block=values, **_sizes(values, rows))
+        _library.put_rows(
+            x=first, table=table, rows=rows, counts=None, block=values, **_sizes(values, rows)
+        )
 
 
 def put_rows_refuses(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> str | None:
@@ -105,4 +121,10 @@ def _located(x: Tensor | Ragged) -> tuple[Tensor, Tensor | None]:
 def _sizes(block: Tensor, rows: Tensor) -> dict[str, int]:
     (batch, groups, count), channels = rows.shape, block.shape[3]
     width = channels * block.element_size()
-    return {"pairs": batch * groups, "groups": groups, "count": count, "channels": channels, "width": width}
+    return {
+        "pairs": batch * groups,
+        "groups": groups,
+        "count": count,
+        "channels": channels,
+        "width": width,
+    }

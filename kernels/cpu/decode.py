@@ -21,11 +21,13 @@ class PackedSegment(bindings.Struct):
     k = elements(strides="batch group token")
     v = elements(strides="batch group token")
     rows = int64s(optional=True)  # None: all rows
-    k_table = v_table = int64s(optional=True)  # [B 3] of `Ragged`, instead of the address and the strides above
+    # [B 3] of `Ragged`, instead of the address and the strides above
+    k_table = v_table = int64s(optional=True)
     live = int64s(optional=True)  # [B], how many rows are there; None: `count`
     log_weights = floats(optional=True)  # [B lists count]; None: 0 everywhere
     count = integer()
-    k_share = rows_share = integer()  # how many neighbouring groups share their keys, and their rows
+    # how many neighbouring groups share their keys, and their rows
+    k_share = rows_share = integer()
 
 
 class SegmentAttention(bindings.Struct):
@@ -53,7 +55,9 @@ def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> T
     return _attend(q, segments, scale, None)
 
 
-def segment_attention_with_lse_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:
+def segment_attention_with_lse_refuses(
+    q: Tensor, segments: Sequence[Segment], scale: float
+) -> str | None:
     return segment_attention_refuses(q, segments, scale)
 
 
@@ -75,7 +79,9 @@ def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: flo
     return None
 
 
-def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor]:
+def segment_attention_with_lse(
+    q: Tensor, segments: Sequence[Segment], scale: float
+) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     return _attend(q, segments, scale, lse), lse
 

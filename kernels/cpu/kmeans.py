@@ -14,7 +14,8 @@ class KMeans(Struct):
     """Describe a call of the compiled k-means, which clusters the points of each problem."""
 
     x = floats("problems * points * dim")
-    centroids = floats("problems * clusters * dim", written=True)  # the initial ones, then the final ones
+    # the initial ones, then the final ones
+    centroids = floats("problems * clusters * dim", written=True)
     codes = int32s("problems * points", written=True)
     problems = points = dim = clusters = integer()
     iterations = integer(0)
@@ -26,7 +27,9 @@ _library = load("kmeans", Function("kmeans", KMeans))
 _MOST_CLUSTERS = 4096  # because each 4096 points need a table of sums
 
 
-def kmeans(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4) -> tuple[Tensor, Tensor]:
+def kmeans(
+    x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4
+) -> tuple[Tensor, Tensor]:
     """Cluster the points of each problem, as kernels/kmeans.py defines it: x [... P d], initial [C]
     -> centroids [... C d], codes [... P] (int32)."""
     leading, x = x.shape[:-2], in_fp32(x)
@@ -40,7 +43,13 @@ def kmeans(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4)
     return centroids.view(*leading, -1, dim), codes.view(*leading, points)
 
 
-def kmeans_refuses(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4) -> str | None:
+def kmeans_refuses(
+    x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4
+) -> str | None:
     if x.is_cuda:
         return f"takes points on the CPU, got {x.device}"
-    return None if len(initial) <= _MOST_CLUSTERS else f"takes up to {_MOST_CLUSTERS} clusters, got {len(initial)}"
+    return (
+        None
+        if len(initial) <= _MOST_CLUSTERS
+        else f"takes up to {_MOST_CLUSTERS} clusters, got {len(initial)}"
+    )

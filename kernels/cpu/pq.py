@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.cpu.ffi.bindings import Function, Struct, anything, elements, floats, int64s, integer, real
+from kernels.cpu.ffi.bindings import (
+    Function,
+    Struct,
+    anything,
+    elements,
+    floats,
+    int64s,
+    integer,
+    real,
+)
 from kernels.cpu.ffi.library import load
 from kernels.ragged import Ragged, first_of
 
@@ -17,8 +26,10 @@ class PQWeights(Struct):
     q = elements("pairs * heads * parts * width")
     centroids = elements()  # [G m C d'] of each sequence
     codes = anything()  # [G S m] of each sequence, of `code_bytes` bytes each
-    of_centroids = of_codes = int64s(optional=True)  # [B 3], tables of `Ragged`, instead of the addresses above
-    sizes = counts = int64s(optional=True)  # [B], C and S of each sequence, instead of `clusters` and `count`
+    # [B 3], tables of `Ragged`, instead of the addresses above
+    of_centroids = of_codes = int64s(optional=True)
+    # [B], C and S of each sequence, instead of `clusters` and `count`
+    sizes = counts = int64s(optional=True)
     out = floats("pairs * count", written=True)
     code_bytes = pairs = groups = heads = parts = clusters = width = count = integer()
     scale = real()
@@ -27,7 +38,9 @@ class PQWeights(Struct):
 _library = load("pq", Function("pq_weights", PQWeights))
 
 
-def pq_weights(q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, scale: float) -> Tensor | Ragged:
+def pq_weights(
+    q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, scale: float
+) -> Tensor | Ragged:
     """Compute the softmax weights [B G S] of product-quantised keys, summed over a group's query
     heads, as kernels/reference.py defines it. q [B H 1 D], centroids [B G m C d'], codes
     [B G S m]."""
@@ -36,7 +49,10 @@ def pq_weights(q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, sc
     out = q.new_empty((batch, groups, count), dtype=torch.float32)
     of_centroids, of_codes, sizes, counts = None, None, None, None
     if isinstance(centroids, Ragged) and isinstance(codes, Ragged):
-        of_centroids, of_codes, sizes, counts = centroids.table, codes.table, centroids.counts, codes.counts
+        of_centroids = centroids.table
+        of_codes = codes.table
+        sizes = centroids.counts
+        counts = codes.counts
     if count:
         _library.pq_weights(
             q=q.contiguous(), centroids=first_of(centroids).contiguous(), codes=first_of(codes).contiguous(),
@@ -47,10 +63,16 @@ def pq_weights(q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, sc
     return Ragged.filled_up(out, codes.sizes) if isinstance(codes, Ragged) else out
 
 
-def pq_weights_refuses(q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, scale: float) -> str | None:
+def pq_weights_refuses(
+    q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, scale: float
+) -> str | None:
     if isinstance(codes, Ragged) != isinstance(centroids, Ragged):
         return "takes centroids of each sequence beside codes of each"
-    if isinstance(codes, Ragged) and isinstance(centroids, Ragged) and not (codes.dense and centroids.dense):
+    if (
+        isinstance(codes, Ragged)
+        and isinstance(centroids, Ragged)
+        and not (codes.dense and centroids.dense)
+    ):
         return "needs centroids and codes without gaps"
     if q.is_cuda or q.dtype not in (torch.float32, torch.bfloat16) or centroids.dtype != q.dtype:
         return f"takes float32 or bfloat16 on the CPU, got {q.dtype} and {centroids.dtype} on {q.device}"

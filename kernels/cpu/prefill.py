@@ -19,11 +19,14 @@ class PrefillAttention(Struct):
 
     q = elements(strides="batch head token")  # [B H T D]
     k = elements(strides="batch group token")
-    v = elements(strides="batch group token", optional=True)  # None, as is `out`, where only the sums are wanted
+    # None, as is `out`, where only the sums are wanted
+    v = elements(strides="batch group token", optional=True)
     out = elements(strides="batch head token", optional=True, written=True)
     sums = floats("batch * groups * heads * stored", optional=True, written=True)
-    lse = floats("batch * groups * heads * fresh", optional=True, written=True)  # log-sum-exp of each query
-    batch = groups = heads = fresh = stored = dim = integer()  # heads: query heads of a KV head; fresh: queries
+    # log-sum-exp of each query
+    lse = floats("batch * groups * heads * fresh", optional=True, written=True)
+    # heads: query heads of a KV head; fresh: queries
+    batch = groups = heads = fresh = stored = dim = integer()
     first = integer(None)
     window = integer()  # query t sees the last `window` keys up to place first + t
     scale = real()
@@ -81,7 +84,9 @@ def column_sums_refuses(q: Tensor, k: Tensor, scale: float) -> str | None:
     return prefill_attention_refuses(q, k, k, scale)
 
 
-def prefill_attention_with_column_sums(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def prefill_attention_with_column_sums(
+    q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """Compute causal attention [B H T D] and the attention that each key receives, summed over
     queries, [B H S], as kernels/column_sums.py defines them."""
     if q.shape[2] == 1:
@@ -92,7 +97,9 @@ def prefill_attention_with_column_sums(q: Tensor, k: Tensor, v: Tensor, scale: f
     return out, sums
 
 
-def prefill_attention_with_column_sums_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
+def prefill_attention_with_column_sums_refuses(
+    q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> str | None:
     return prefill_attention_refuses(q, k, v, scale)
 
 
@@ -104,7 +111,9 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, T
     return out, logits.view(*q.shape[:2], -1).mul_(scale).sub_(lse.unsqueeze(-1)).exp_()
 
 
-def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int) -> tuple[Tensor, Tensor]:
+def windowed_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int
+) -> tuple[Tensor, Tensor]:
     """Compute attention in which query t sees the last `window` keys up to key `first` + t, and its
     log-sum-exp, as kernels/windowed.py defines it. -> [B H T D], which lies in memory as [B T H D],
     and [B H T]"""
@@ -114,7 +123,9 @@ def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int
     return out, lse
 
 
-def windowed_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int) -> str | None:
+def windowed_attention_refuses(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int
+) -> str | None:
     return _unfit(q, k, v)
 
 

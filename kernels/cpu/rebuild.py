@@ -19,9 +19,11 @@ class RebuildKeys(Struct):
     basis = elements()  # [G r D] of each sequence
     cos = elements(strides="row")
     sin = elements(strides="row")
-    u_table = basis_table = cos_table = sin_table = int64s("batch * 3", optional=True)  # of `Ragged`, in their place
+    # of `Ragged`, in their place
+    u_table = basis_table = cos_table = sin_table = int64s("batch * 3", optional=True)
     positions = int64s("batch * groups * count")
-    counts = int64s("batch", optional=True)  # how many positions of each sequence are there; None: all
+    # how many positions of each sequence are there; None: all
+    counts = int64s("batch", optional=True)
     out = elements("batch * groups * count * dim", written=True)
     batch = groups = count = rank = dim = integer()
 
@@ -55,17 +57,25 @@ def rebuild_keys_refuses(
     sin: Tensor | Ragged,
 ) -> str | None:  # fmt: skip
     factors = (u, basis, cos, sin)
-    if len({isinstance(x, Ragged) for x in factors}) > 1 or (isinstance(chunks, Ragged) and not isinstance(u, Ragged)):
+    if len({isinstance(x, Ragged) for x in factors}) > 1 or (
+        isinstance(chunks, Ragged) and not isinstance(u, Ragged)
+    ):
         return "takes factors and angles of each sequence beside one another"
     if isinstance(basis, Ragged) and not basis.dense:
         return "needs the basis of a sequence without gaps"
     odd = isinstance(u, Ragged) and u.dtype == torch.bfloat16 and u.row_alignment % 4
-    return "takes an even rank in bfloat16" if odd else _unfit(first_of(u), first_of(basis), _angles(cos), _angles(sin))
+    return (
+        "takes an even rank in bfloat16"
+        if odd
+        else _unfit(first_of(u), first_of(basis), _angles(cos), _angles(sin))
+    )
 
 
 def _unfit(u: Tensor, basis: Tensor, cos: Tensor, sin: Tensor) -> str | None:
     if u.is_cuda or u.dtype not in (torch.float32, torch.bfloat16) or basis.dtype != u.dtype:
-        return f"takes float32 or bfloat16 on the CPU, got {u.dtype} and {basis.dtype} on {u.device}"
+        return (
+            f"takes float32 or bfloat16 on the CPU, got {u.dtype} and {basis.dtype} on {u.device}"
+        )
     if cos.dtype != u.dtype or sin.dtype != u.dtype:
         return f"takes one dtype, got {u.dtype} and angles of {cos.dtype}"
     dim = basis.shape[-1]

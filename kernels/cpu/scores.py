@@ -16,9 +16,11 @@ class RowScores(Struct):
     """Describe a call of the compiled function that multiplies each query with each row of an
     index."""
 
-    q = elements("batch * groups * heads * width")  # width: channels, filled up to whole cache lines with zeros
+    # width: channels, filled up to whole cache lines with zeros
+    q = elements("batch * groups * heads * width")
     x = elements(strides="batch group row")  # [B G S C]
-    table = int64s("batch * 3", optional=True)  # of `Ragged`, instead of the address and the strides above
+    # of `Ragged`, instead of the address and the strides above
+    table = int64s("batch * 3", optional=True)
     counts = int64s("batch", optional=True)  # of each sequence, instead of `count`
     out = floats("batch * groups * heads * count", written=True)
     batch = groups = heads = width = count = row_bytes = integer()
@@ -35,7 +37,9 @@ def row_scores(q: Tensor, x: Tensor | Ragged) -> Tensor | Ragged:
     index, as kernels/reference.py defines it. q [B G g C], x [B G S C] -> [B G g S]"""
     batch, groups, heads, width = q.shape
     count, size = x.shape[2], x.dtype.itemsize
-    first, table, counts = (x.first, x.table, x.counts) if isinstance(x, Ragged) else (x, None, None)
+    first, table, counts = (
+        (x.first, x.table, x.counts) if isinstance(x, Ragged) else (x, None, None)
+    )
     out = q.new_empty((batch, groups, heads, count), dtype=torch.float32)
     q = q.contiguous() if width * size % 64 == 0 else pad(q, (0, -width % (64 // size)))
     if count:

@@ -22,4 +22,5 @@ from triton.runtime.errors import OutOfResources
 if not knobs.runtime.interpret:
     toolchain.clock_compiling(knobs.runtime)
 
-TOO_LARGE = (OutOfResources,)  # a kernel wants more shared memory than the card has, as compiling it shows
+# a kernel wants more shared memory than the card has, as compiling it shows
+TOO_LARGE = (OutOfResources,)

@@ -23,7 +23,9 @@ _MOST_CHANNELS = 32768  # channels of a row that one program norms
 _GATED = 512  # channels that one program gates
 
 
-def attention_inputs(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def attention_inputs(
+    x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Norm x [B T E], project it, and rotate the heads, as kernels/block.py defines it. Return
     normed [B T E], q [B H T D], k and v [B G T D]."""
     return _inputs(x, _normed(x.flatten(0, 1), block.norm, block.eps), block, cos, sin, None)
@@ -84,29 +86,40 @@ def _inputs(
     q, k, v = _products(normed, whole, block.q, block.k, block.v)
     q, k = turned(q, k, v, block, cos, sin, x.shape[0], store)
     v = v.view(*x.shape[:2], -1, block.head_dim).transpose(1, 2)
-    if whole is not None and x.shape[1] > 1:  # as a view of the joint product it would keep a prompt's q and k with it
+    # as a view of the joint product it would keep a prompt's q and k with it
+    if whole is not None and x.shape[1] > 1:
         v = v.contiguous()
     return normed.view(x.shape), q, k, v
 
 
-def attention_inputs_refuses(x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor) -> str | None:
-    return unfit_angles(x.shape[0], x.shape[1], block.head_dim, cos, sin) or _unfit(x, block, cos, sin)
+def attention_inputs_refuses(
+    x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor
+) -> str | None:
+    return unfit_angles(x.shape[0], x.shape[1], block.head_dim, cos, sin) or _unfit(
+        x, block, cos, sin
+    )
 
 
 def block_output(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
     rows, heads = x.flatten(0, 1), attended.transpose(1, 2).flatten(2).flatten(0, 1)
     out = x.new_empty(rows.shape)
-    for some, seen, to in zip(*(part.split(TOKENS_AT_ONCE["cuda"]) for part in (rows, heads, out)), strict=True):
+    for some, seen, to in zip(
+        *(part.split(TOKENS_AT_ONCE["cuda"]) for part in (rows, heads, out)), strict=True
+    ):
         torch.add(*_parts(some, seen, block), out=to)
     return out.view(x.shape)
 
 
 def block_output_refuses(x: Tensor, attended: Tensor, block: DecoderBlock) -> str | None:
-    return unfit_shape(attended, len(x), None, x.shape[1], block.head_dim) or _unfit(x, block, attended)
+    return unfit_shape(attended, len(x), None, x.shape[1], block.head_dim) or _unfit(
+        x, block, attended
+    )
 
 
 def block_output_apart(x: Tensor, attended: Tensor, block: DecoderBlock) -> tuple[Tensor, Tensor]:
-    middle, added = _parts(x.flatten(0, 1), attended.transpose(1, 2).flatten(2).flatten(0, 1), block)
+    middle, added = _parts(
+        x.flatten(0, 1), attended.transpose(1, 2).flatten(2).flatten(0, 1), block
+    )
     return middle.view(x.shape), added.view(x.shape)
 
 
@@ -154,24 +167,41 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def _added_and_normed(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _added_and_normed(
+    x: Tensor, added: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Return x + added, and RMSNorm of that sum, [N E] each."""
     total, out = x.new_empty(x.shape), x.new_empty(x.shape)
     _run_norm(x, added, weight, total, out, eps)
     return total, out
 
 
-def _run_norm(x: Tensor, added: Tensor | None, weight: Tensor, total: Tensor | None, out: Tensor, eps: float) -> None:
+def _run_norm(
+    x: Tensor, added: Tensor | None, weight: Tensor, total: Tensor | None, out: Tensor, eps: float
+) -> None:
     rows, width = x.shape
     wide = padded(width)
-    _norm[(rows,)](x, added, weight, total, out, eps, x.stride(0), width, wide, num_warps=min(16, max(1, wide // 512)))
+    _norm[(rows,)](
+        x,
+        added,
+        weight,
+        total,
+        out,
+        eps,
+        x.stride(0),
+        width,
+        wide,
+        num_warps=min(16, max(1, wide // 512)),
+    )
 
 
 def _gated(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) * up. [N F]"""
     rows, width = gate.shape
     out = gate.new_empty(gate.shape)
-    _gate[(rows, triton.cdiv(width, _GATED))](gate, up, out, gate.stride(0), up.stride(0), width, _GATED, num_warps=2)
+    _gate[(rows, triton.cdiv(width, _GATED))](
+        gate, up, out, gate.stride(0), up.stride(0), width, _GATED, num_warps=2
+    )
     return out
 
 

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from kernels.gpu import common
 from kernels.gpu.choose import row_log_sum_exp, weights
-from kernels.gpu.common import DTYPES, head_rows, located, padded, unfit, unfit_group, unfit_shape, wide_rows
+from kernels.gpu.common import (
+    DTYPES,
+    head_rows,
+    located,
+    padded,
+    unfit,
+    unfit_group,
+    unfit_shape,
+    wide_rows,
+)
 from kernels.ragged import Ragged, first_of
 
 _BLOCK = 1024  # tokens
@@ -46,7 +55,9 @@ def channel_weights(
     return Ragged.filled_up(out, x.sizes * times) if isinstance(x, Ragged) else out
 
 
-def channel_weights_refuses(q: Tensor, x: Tensor | Ragged, channels: Tensor, *_: float | str) -> str | None:
+def channel_weights_refuses(
+    q: Tensor, x: Tensor | Ragged, channels: Tensor, *_: float | str
+) -> str | None:
     return channel_sums_refuses(q, x, channels)
 
 
@@ -58,20 +69,31 @@ def channel_sums_refuses(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> str
         return "needs the tokens of a channel side by side"
     if x.shape[3] == 0:
         return "leaves empty inputs to torch"
-    if first.device.type == "cpu" and not (common.INTERPRETED or first.is_pinned() or not first.numel()):
+    if first.device.type == "cpu" and not (
+        common.INTERPRETED or first.is_pinned() or not first.numel()
+    ):
         return "reads host memory that is pinned"
     near = (q, channels) if first.device.type == "cpu" else (q, first, channels)
-    sides = unfit_shape(x, *q.shape[:2], None, None) or unfit_shape(channels, *q.shape[:2], q.shape[3])
+    sides = unfit_shape(x, *q.shape[:2], None, None) or unfit_shape(
+        channels, *q.shape[:2], q.shape[3]
+    )
     return sides or unfit(*near) or unfit_group(q.shape[2])
 
 
 def _run(
-    q: Tensor, x: Tensor | Ragged, channels: Tensor, scale: float, out: Tensor, lses: Tensor, summed: bool
+    q: Tensor,
+    x: Tensor | Ragged,
+    channels: Tensor,
+    scale: float,
+    out: Tensor,
+    lses: Tensor,
+    summed: bool,
 ) -> None:
     (batch, groups, heads, width), count = q.shape, x.shape[3]
     counts = x.counts if isinstance(x, Ragged) else None
     first, places, aligned = located(x)
-    step = _STEP if heads <= 4 and first.element_size() == 2 else _STEP // 2  # registers and shared memory are few
+    # registers and shared memory are few
+    step = _STEP if heads <= 4 and first.element_size() == 2 else _STEP // 2
     _channels[(triton.cdiv(count, _BLOCK), batch * groups)](
         q.contiguous(), first, places, counts, channels.contiguous(), out, lses, scale, *first.stride()[:3],
         out.stride(-2), count, groups, heads, min(_HEADS, padded(heads, 1)), width, summed, _BLOCK,
@@ -92,9 +114,13 @@ def _products(
     for start in tl.range(0, WIDTH, STEP, num_stages=2):  # the next are on their way
         for place in tl.static_range(STEP):
             real = (WIDTH % STEP == 0) | (start + place < WIDTH)
-            at = keys + tl.load(channels + start + place, mask=real, other=0) * step + token[None, :]
+            at = (
+                keys + tl.load(channels + start + place, mask=real, other=0) * step + token[None, :]
+            )
             value = tl.load(at, mask=real if WHOLE else live[None, :] & real, other=0.0)
-            query = tl.load(q + row[:, None] * WIDTH + start + place, mask=mine[:, None] & real, other=0.0)
+            query = tl.load(
+                q + row[:, None] * WIDTH + start + place, mask=mine[:, None] & real, other=0.0
+            )
             total += query.to(value.dtype).to(tl.float32) * value.to(tl.float32)
     return total
 
@@ -121,13 +147,19 @@ def _channels(
         head = first + tl.arange(0, FOLD)
         row, mine = this * HEADS + head, head < HEADS
         if (block + 1) * BLOCK <= count:
-            scores = _products(q, keys, step, channels, token, live, row, mine, WIDTH, True, FOLD, BLOCK, STEP)
+            scores = _products(
+                q, keys, step, channels, token, live, row, mine, WIDTH, True, FOLD, BLOCK, STEP
+            )
         else:
-            scores = _products(q, keys, step, channels, token, live, row, mine, WIDTH, False, FOLD, BLOCK, STEP)
+            scores = _products(
+                q, keys, step, channels, token, live, row, mine, WIDTH, False, FOLD, BLOCK, STEP
+            )
         if SUM:
             summed += tl.sum(scores, 0)  # rows beyond HEADS are zero
         else:
-            tl.store(out + row[:, None] * apart + token, scores, mask=mine[:, None] & (token < apart))
+            tl.store(
+                out + row[:, None] * apart + token, scores, mask=mine[:, None] & (token < apart)
+            )
         lse = row_log_sum_exp(tl.where(live, scores * scale, float("-inf")))
         tl.store(lses + row * tl.num_programs(0) + block, lse, mask=mine)
     if SUM:

@@ -22,7 +22,11 @@ _PARTS = 256  # log-sum-exps of a row that are joined at once
 def log_sum_exp(logits: Tensor, scale: float) -> Tensor:
     """Return the log-sum-exp of each row of logits times `scale`. [... S] -> [...] (fp32)"""
     parts = _of_pieces(logits.contiguous().flatten(0, -2), scale, None)
-    return log_sum_exp(parts, 1.0).view(logits.shape[:-1]) if parts.shape[1] > 1 else parts.view(logits.shape[:-1])
+    return (
+        log_sum_exp(parts, 1.0).view(logits.shape[:-1])
+        if parts.shape[1] > 1
+        else parts.view(logits.shape[:-1])
+    )
 
 
 def _of_pieces(rows: Tensor, scale: float, counts: Tensor | None) -> Tensor:
@@ -36,7 +40,15 @@ def _of_pieces(rows: Tensor, scale: float, counts: Tensor | None) -> Tensor:
         piece = min(_PIECE, triton.next_power_of_2(count))
         of_each = 1 if counts is None else len(rows) // len(counts)
         _log_sum_exp[tuple(out.shape)](
-            rows, counts, out, scale, rows.stride(0), count, of_each, piece, num_warps=8 if piece == _PIECE else 4
+            rows,
+            counts,
+            out,
+            scale,
+            rows.stride(0),
+            count,
+            of_each,
+            piece,
+            num_warps=8 if piece == _PIECE else 4,
         )
     return out
 
@@ -51,7 +63,13 @@ def group_weights(logits: Tensor | Ragged, scale: float, reduce: str) -> Tensor 
 
 
 def weights(
-    rows: Tensor, lses: Tensor, heads: Sequence[int], bound: int, scale: float, reduce: str, times: int = 1
+    rows: Tensor,
+    lses: Tensor,
+    heads: Sequence[int],
+    bound: int,
+    scale: float,
+    reduce: str,
+    times: int = 1,
 ) -> Tensor:
     """Turn rows of logits [N S] times `scale`, one for each query head, into the weights of KV heads
     [B G S * times], each repeated `times` times. heads: B and G. lses [N P]: the log-sum-exps of
@@ -84,7 +102,9 @@ def group_margins(
     `reach` in each block, a second one adds the counts up."""
     (batch, groups, heads, count), device = logits.shape, logits.device
     wanted, of_each = (
-        (candidates.most, candidates.on(device)) if isinstance(candidates, PerSequence) else (candidates, None)
+        (candidates.most, candidates.on(device))
+        if isinstance(candidates, PerSequence)
+        else (candidates, None)
     )
     limits, limit = (most.on(device), 0) if isinstance(most, PerSequence) else (None, most)
     tops = (logits.amax(-1, keepdim=True) if tops is None else tops).contiguous()
@@ -120,14 +140,18 @@ def _unfit(logits: Tensor) -> str | None:
 
 
 @triton.jit
-def _log_sum_exp(x, counts, out, scale, apart: tl.int64, count, ROWS: tl.constexpr, PIECE: tl.constexpr):
+def _log_sum_exp(
+    x, counts, out, scale, apart: tl.int64, count, ROWS: tl.constexpr, PIECE: tl.constexpr
+):
     """Compute the log-sum-exp of one piece of a row of x times `scale`. For several sequences, with
     ROWS rows each, `counts` may say how many entries of a row exist."""
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if counts is not None:
         count = tl.load(counts + row // ROWS).to(tl.int32)
     at = piece * PIECE + tl.arange(0, PIECE)
-    value = tl.load(x + row * apart + at, mask=at < count, other=float("-inf")).to(tl.float32) * scale
+    value = (
+        tl.load(x + row * apart + at, mask=at < count, other=float("-inf")).to(tl.float32) * scale
+    )
     top = tl.max(value, 0)
     shift = tl.where(top == float("-inf"), 0.0, top)
     tl.store(out + row * tl.num_programs(1) + piece, top + tl.log(tl.sum(tl.exp(value - shift), 0)))
@@ -152,7 +176,9 @@ def joined(lses, row, live, pieces, first, end, PIECES: tl.constexpr):
     for start in range(0, pieces, PIECES):
         at = start + piece
         there = live[:, None] & (at < pieces) & ((at < first) | (at >= end))
-        part = tl.load(lses + row[:, None] * pieces + at, mask=there, other=float("-inf")).to(tl.float32)
+        part = tl.load(lses + row[:, None] * pieces + at, mask=there, other=float("-inf")).to(
+            tl.float32
+        )
         highest = tl.maximum(top, part)
         shift = tl.where(highest == float("-inf"), 0.0, highest)
         total = total * tl.exp(top - shift) + tl.exp(part - shift)
@@ -171,7 +197,9 @@ def _weights(
     this, head = tl.program_id(1).to(tl.int64), tl.arange(0, FOLD)
     row, mine = this * HEADS + head, head < HEADS
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + row[:, None] * apart + at, mask=mine[:, None] & (at < bound), other=float("-inf"))
+    value = tl.load(
+        x + row[:, None] * apart + at, mask=mine[:, None] & (at < bound), other=float("-inf")
+    )
     lse = joined(lses, row, mine, pieces, 0, 0, PIECES)
     weight = tl.where(mine[:, None], tl.exp(value.to(tl.float32) * scale - lse[:, None]), 0.0)
     combined = tl.sum(weight, 0) if SUM else tl.max(weight, 0)  # no weight is smaller than 0
@@ -198,8 +226,15 @@ def _margins(
     margin = tl.full([BLOCK], float("-inf"), tl.float32)
     for head in range(HEADS):
         row = this * HEADS + head
-        top = tl.max(tl.load(tops + row * pieces + piece, mask=piece < pieces, other=float("-inf")).to(tl.float32), 0)
-        margin = tl.maximum(margin, tl.load(x + row * count + at, mask=live, other=0.0).to(tl.float32) - top)
+        top = tl.max(
+            tl.load(tops + row * pieces + piece, mask=piece < pieces, other=float("-inf")).to(
+                tl.float32
+            ),
+            0,
+        )
+        margin = tl.maximum(
+            margin, tl.load(x + row * count + at, mask=live, other=0.0).to(tl.float32) - top
+        )
     tl.store(out + this * candidates + at, margin, mask=live)
     close = tl.sum((live & (margin >= -reach)).to(tl.int32), 0)
     tl.store(near + this * tl.num_programs(0) + tl.program_id(0), close)

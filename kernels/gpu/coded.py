@@ -41,7 +41,9 @@ _TILE = 2048  # numbers that a program decodes
 _THREADS = 128  # of a program
 
 
-def coded_attention(q: Tensor, segments: Sequence[Segment | Codes], scale: float) -> tuple[Tensor, Tensor]:
+def coded_attention(
+    q: Tensor, segments: Sequence[Segment | Codes], scale: float
+) -> tuple[Tensor, Tensor]:
     """Attend from one token per sequence to coded and other segments, as kernels/coded.py defines
     it: q [B H 1 D] -> [B H 1 D], log-sum-exp [B H]. Tokens are cut into pieces as in decode.py; the
     results of all segments' pieces lie side by side and are merged at once."""
@@ -58,14 +60,17 @@ def coded_attention(q: Tensor, segments: Sequence[Segment | Codes], scale: float
         _attend_codes[(batch * groups, pieces)](
             q, *tensors, *tables, counts, outs, lses, scale, *_strides(tensors), count, most, first, lses.shape[1],
             groups, group, padded(group), dim, padded(_row_bytes(coded)), *coded.kind, tile, *aligned,
-            num_warps=_THREADS // 32 if dim == padded(dim) else _THREADS // 16,  # masked rows take more registers
+            # masked rows take more registers
+            num_warps=_THREADS // 32 if dim == padded(dim) else _THREADS // 16,
             num_stages=2,
         )  # fmt: skip
         first += pieces
     return merged(outs, lses, torch.empty_like(q))
 
 
-def coded_attention_refuses(q: Tensor, segments: Sequence[Segment | Codes], scale: float) -> str | None:
+def coded_attention_refuses(
+    q: Tensor, segments: Sequence[Segment | Codes], scale: float
+) -> str | None:
     plain = [segment for segment in segments if isinstance(segment, Segment)]
     if plain and (reason := segment_attention_refuses(q, plain, scale)):
         return reason
@@ -95,12 +100,17 @@ def decode_rows(
     kernels/coded.py defines it. `blocks` [B G K] names the block of each token, whose range its key
     shares (None: they stand in order); `recent` holds exact values, and how many are not used."""
     assert isinstance(coded, Steps)
-    (batch, groups, *_), dim, count = coded.k.shape, coded.dim, _decoded_tokens(coded, blocks, recent)
+    (batch, groups, *_), dim, count = (
+        coded.k.shape,
+        coded.dim,
+        _decoded_tokens(coded, blocks, recent),
+    )
     tensors, tables, aligned = _located(coded)
     reader = coded.k.device  # of a `Ragged`, the device that reads it
     k, v = (torch.empty((batch, groups, count, dim), dtype=dtype, device=reader) for _ in range(2))
     counts = coded.k.counts if rows is None and isinstance(coded.k, Ragged) else None
-    wide, listed = padded(_row_bytes(coded)), [None if x is None else x.contiguous() for x in (rows, blocks)]
+    wide = padded(_row_bytes(coded))
+    listed = [None if x is None else x.contiguous() for x in (rows, blocks)]
     exact, unused = (None, None) if recent is None else (recent[0].contiguous(), recent[1])
     at_once = max(1, _TILE // padded(dim))
     if count:
@@ -130,13 +140,20 @@ def decode_rows_refuses(
     if rows is None and isinstance(coded.k, Tensor) and count > stored:
         return f"decodes up to {stored} tokens, got {count}"
     if recent is not None and (
-        reason := unfit_shape(recent[0], batch, groups, count, coded.dim) or unfit_numbers(recent[1], batch)
+        reason := unfit_shape(recent[0], batch, groups, count, coded.dim)
+        or unfit_numbers(recent[1], batch)
     ):
         return reason
-    return _unfit(coded) or (None if blocks is not None else _unfit_blocks(cast(Steps, coded))) or unfit(*listed)
+    return (
+        _unfit(coded)
+        or (None if blocks is not None else _unfit_blocks(cast(Steps, coded)))
+        or unfit(*listed)
+    )
 
 
-def _decoded_tokens(coded: Codes, blocks: Tensor | None, recent: tuple[Tensor, Tensor] | None) -> int:
+def _decoded_tokens(
+    coded: Codes, blocks: Tensor | None, recent: tuple[Tensor, Tensor] | None
+) -> int:
     """Return how many tokens `decode_rows` decodes; the shape of a `Ragged` may be larger than any
     sequence."""
     if blocks is not None:
@@ -171,7 +188,9 @@ def _cut(coded: Steps, tile: int) -> tuple[int, int]:
     return min(max(1, triton.cdiv(coded.k.shape[2], tile)), most), most
 
 
-def _located(coded: Steps) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], tuple[int, int, int]]:
+def _located(
+    coded: Steps,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], tuple[int, int, int]]:
     """Return where codes and ranges lie, for the kernels: the four tensors of `all_four`; for each,
     where sequences differ in length (`Ragged`), the table of their addresses, else None; the
     numbers of bytes of which all addresses of codes, and all of ranges, are multiples; and the
@@ -196,7 +215,12 @@ def _unfit(coded: Codes) -> str | None:
         return "needs the codes of a row side by side"
     (batch, groups, count, _), (ranges, bits, _), dim = coded.k.shape, coded.kind, coded.dim
     width, k_range = (dim * bits // 8, 2 * dim) if bits else (dim, 2)
-    of_rows = zip(coded.all_four, (count, count, None, count), (width, width, k_range, 2 * ranges), strict=True)
+    of_rows = zip(
+        coded.all_four,
+        (count, count, None, count),
+        (width, width, k_range, 2 * ranges),
+        strict=True,
+    )
     sides = (unfit_shape(x, batch, groups, *sizes) for x, *sizes in of_rows)
     return next(filter(None, sides), None) or unfit(*tensors)
 
@@ -219,7 +243,9 @@ def _floats(row, scale, dim, there):
     small and is multiplied by 256: so GPUs that have no 8-bit floats can decode them, too."""
     codes = tl.load(row + dim, mask=there, other=0).to(tl.int16)
     halves = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
-    scales = tl.load(scale, mask=tl.max(there.to(tl.int32), 1, keep_dims=True) > 0, other=0.0).to(tl.float32)
+    scales = tl.load(scale, mask=tl.max(there.to(tl.int32), 1, keep_dims=True) > 0, other=0.0).to(
+        tl.float32
+    )
     return halves.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0 * scales
 
 
@@ -240,10 +266,8 @@ def _planes(codes, ROWS: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr):
         pairs = tl.join(_halves(codes, 0, 4), _halves(codes, 1, 4))
         every = tl.reshape(tl.permute(pairs, (0, 2, 1)), [ROWS, 2 * WIDE])
     else:
-        even, odd = (
-            tl.join(_halves(codes, 0, 2), _halves(codes, 2, 2)),
-            tl.join(_halves(codes, 1, 2), _halves(codes, 3, 2)),
-        )
+        even = tl.join(_halves(codes, 0, 2), _halves(codes, 2, 2))
+        odd = tl.join(_halves(codes, 1, 2), _halves(codes, 3, 2))
         every = tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 1)), [ROWS, 4 * WIDE])
     return every
 
@@ -252,7 +276,9 @@ def _planes(codes, ROWS: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr):
 def _in_range(codes, least, step, dtype: tl.constexpr):
     """Return least + code * step in `dtype`, rounded once, for codes in fp16. `least` and `step`
     broadcast."""
-    return fused(codes.to(dtype), tl.broadcast_to(step, codes.shape), tl.broadcast_to(least, codes.shape))
+    return fused(
+        codes.to(dtype), tl.broadcast_to(step, codes.shape), tl.broadcast_to(least, codes.shape)
+    )
 
 
 @triton.jit
@@ -266,7 +292,8 @@ def _keys(
     SUB: tl.constexpr = min(SHARED & -SHARED, BLOCK)  # tokens that certainly share one
     token = tl.minimum(start + tl.arange(0, BLOCK // SUB) * SUB, end - 1)
     at = ranges + (token // SHARED).to(tl.int64)[:, None] * step + PLANE * WIDTH + byte
-    least, steps = tl.load(at, mask=byte < WIDTH, other=0.0), tl.load(at + DIM, mask=byte < WIDTH, other=0.0)
+    least = tl.load(at, mask=byte < WIDTH, other=0.0)
+    steps = tl.load(at + DIM, mask=byte < WIDTH, other=0.0)
     if SUB == BLOCK:
         key = _in_range(_halves(codes, PLANE, BITS), least, steps, dtype)
     else:
@@ -290,15 +317,23 @@ def _values(
     value = _planes(codes, ROWS, WIDE, BITS)
     if WIDTH == WIDE and SHARE & (SHARE - 1) == 0:  # ranges in their own shape, in one load
         both = tl.reshape(
-            tl.load(ranges + tl.arange(0, 2 * RANGES)[None, :], mask=listed, other=0.0), [ROWS, 2, RANGES]
+            tl.load(ranges + tl.arange(0, 2 * RANGES)[None, :], mask=listed, other=0.0),
+            [ROWS, 2, RANGES],
         )
         least, step = tl.split(tl.permute(both, (0, 2, 1)))
         value = tl.reshape(value, [ROWS, RANGES, SHARE])
-        value = tl.reshape(_in_range(value, least[:, :, None], step[:, :, None], dtype), [ROWS, DIM])
+        value = tl.reshape(
+            _in_range(value, least[:, :, None], step[:, :, None], dtype), [ROWS, DIM]
+        )
     else:
         channel, there = _channels(DIM, WIDE, BITS)
         at, there = ranges + channel // SHARE, listed & there
-        value = _in_range(value, tl.load(at, mask=there, other=0.0), tl.load(at + RANGES, mask=there, other=0.0), dtype)
+        value = _in_range(
+            value,
+            tl.load(at, mask=there, other=0.0),
+            tl.load(at + RANGES, mask=there, other=0.0),
+            dtype,
+        )
     return value
 
 
@@ -315,7 +350,9 @@ def _channels(DIM: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _plane(q, head, byte, PLANE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
+def _plane(
+    q, head, byte, PLANE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr
+):
     """Load the channels of one plane of GROUP queries at q, [heads bytes]; 0 where there is none."""
     there = (head < GROUP)[:, None] & (byte < WIDTH)
     return tl.load(q + head[:, None] * DIM + PLANE * WIDTH + byte, mask=there, other=0.0)
@@ -340,7 +377,9 @@ def _attend_codes(
     batch, group = this // HEADS, this % HEADS
     PLANES: tl.constexpr = 8 // BITS if BITS else 1
     WIDTH: tl.constexpr = DIM // PLANES
-    dtype: tl.constexpr = q.dtype.element_ty if BITS == 0 or q.dtype.element_ty == tl.float32 else tl.float16
+    dtype: tl.constexpr = (
+        q.dtype.element_ty if BITS == 0 or q.dtype.element_ty == tl.float32 else tl.float16
+    )
     head, byte = tl.arange(0, FOLD), tl.arange(0, WIDE)[None, :]
     asked = q + this * GROUP * DIM
     queries = (
@@ -351,9 +390,14 @@ def _attend_codes(
     )
     keys, key_step = head_rows(k, k_places, batch, group, kb, kg, kt, ALIGNED)
     values, value_step = head_rows(v, v_places, batch, group, vb, vg, vt, ALIGNED)
-    of_blocks, block_step = head_rows(k_range, k_range_places, batch, group, krb, krg, krt, RANGE_ALIGNED)
-    of_tokens, token_step = head_rows(v_range, v_range_places, batch, group, vrb, vrg, vrt, RANGE_ALIGNED)
-    token_step = token_step // RANGE_STEP * RANGE_STEP  # tells the compiler that loads may be as wide
+    of_blocks, block_step = head_rows(
+        k_range, k_range_places, batch, group, krb, krg, krt, RANGE_ALIGNED
+    )
+    of_tokens, token_step = head_rows(
+        v_range, v_range_places, batch, group, vrb, vrg, vrt, RANGE_ALIGNED
+    )
+    # tells the compiler that loads may be as wide
+    token_step = token_step // RANGE_STEP * RANGE_STEP
     every = tl.full([BLOCK, 1], 1, tl.int1)  # rows are read again where there are no more
     top = tl.full([FOLD], float("-inf"), tl.float32)
     totals = tl.zeros([FOLD, BLOCK], tl.float32)
@@ -375,7 +419,19 @@ def _attend_codes(
             codes = tl.load(keys + at * key_step + byte, mask=byte < WIDTH, other=0)
             for plane in tl.static_range(PLANES):
                 key = _keys(
-                    codes, of_blocks, block_step, start, end, byte, plane, DIM, WIDE, BITS, SHARED, BLOCK, dtype
+                    codes,
+                    of_blocks,
+                    block_step,
+                    start,
+                    end,
+                    byte,
+                    plane,
+                    DIM,
+                    WIDE,
+                    BITS,
+                    SHARED,
+                    BLOCK,
+                    dtype,
                 )
                 logits += product(queries[plane], tl.trans(key))
         logits = tl.where(there[None, :], logits * (scale * 1.4426950408889634), float("-inf"))
@@ -425,8 +481,12 @@ def _decode_rows(
     row, block = tl.where(listed, row, 0), tl.where(listed, block, 0)
     keys, key_step = head_rows(k, k_places, batch, group, kb, kg, kt, ALIGNED)
     values, value_step = head_rows(v, v_places, batch, group, vb, vg, vt, ALIGNED)
-    of_blocks, block_step = head_rows(k_range, k_range_places, batch, group, krb, krg, krt, RANGE_ALIGNED)
-    of_tokens, token_step = head_rows(v_range, v_range_places, batch, group, vrb, vrg, vrt, RANGE_ALIGNED)
+    of_blocks, block_step = head_rows(
+        k_range, k_range_places, batch, group, krb, krg, krt, RANGE_ALIGNED
+    )
+    of_tokens, token_step = head_rows(
+        v_range, v_range_places, batch, group, vrb, vrg, vrt, RANGE_ALIGNED
+    )
     of_token = of_tokens + row * (token_step // RANGE_STEP * RANGE_STEP)
     channel, there = _channels(DIM, WIDE, BITS)
     if BITS == 0:
@@ -437,12 +497,15 @@ def _decode_rows(
         codes = tl.load(keys + row * key_step + byte, mask=listed & (byte < held), other=0)
         packed = tl.load(values + row * value_step + byte, mask=listed & (byte < held), other=0)
         at = of_blocks + block * block_step + channel
-        least, step = tl.load(at, mask=listed & there, other=0.0), tl.load(at + DIM, mask=listed & there, other=0.0)
+        least = tl.load(at, mask=listed & there, other=0.0)
+        step = tl.load(at + DIM, mask=listed & there, other=0.0)
         key = _in_range(_planes(codes, ROWS, WIDE, BITS), least, step, tl.float32)
         value = _values(packed, of_token, listed, DIM, WIDE, RANGES, BITS, ROWS, tl.float32)
     to = (this * count + place) * DIM + channel
     if exact is not None:
         known = listed & (place >= tl.load(unused + batch * EACH))
-        value = tl.where(known, tl.load(exact + to, mask=known & there, other=0.0).to(tl.float32), value)
+        value = tl.where(
+            known, tl.load(exact + to, mask=known & there, other=0.0).to(tl.float32), value
+        )
     tl.store(k_out + to, key.to(k_out.dtype.element_ty), mask=listed & there)
     tl.store(v_out + to, value.to(v_out.dtype.element_ty), mask=listed & there)

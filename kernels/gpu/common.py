@@ -29,8 +29,14 @@ def unfit(*tensors: Tensor | Ragged) -> str | None:
     if any(isinstance(x, Ragged) for x in tensors):
         return RAGGED
     if INTERPRETED:
-        return None if forced_backend() == "triton" else "runs in the interpreter here, and only on request"
-    if not all(x.device.type == "cuda" and x.device.index == torch.cuda.current_device() for x in tensors):
+        return (
+            None
+            if forced_backend() == "triton"
+            else "runs in the interpreter here, and only on request"
+        )
+    if not all(
+        x.device.type == "cuda" and x.device.index == torch.cuda.current_device() for x in tensors
+    ):
         return f"takes tensors on the current CUDA device, got {', '.join(sorted({str(x.device) for x in tensors}))}"
     return None
 
@@ -39,7 +45,9 @@ def unfit_floats(*tensors: Tensor) -> str | None:
     """Return why no kernel can run on tensors that must share one floating dtype, or None."""
     dtypes = {x.dtype for x in tensors}
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
-        return f"takes one of float32, bfloat16 and float16, got {', '.join(sorted(map(str, dtypes)))}"
+        return (
+            f"takes one of float32, bfloat16 and float16, got {', '.join(sorted(map(str, dtypes)))}"
+        )
     return unfit(*tensors)
 
 
@@ -49,7 +57,9 @@ def unfit_heads(*tensors: Tensor) -> str | None:
     if any(x.stride(-1) != 1 for x in tensors):
         return "needs the channels of a row side by side"
     if tensors[0].shape[-1] * tensors[0].element_size() > _WIDEST:
-        return f"takes heads of up to {_WIDEST} bytes, got {tensors[0].shape[-1]} x {tensors[0].dtype}"
+        return (
+            f"takes heads of up to {_WIDEST} bytes, got {tensors[0].shape[-1]} x {tensors[0].dtype}"
+        )
     return unfit_floats(*tensors)
 
 
@@ -57,7 +67,9 @@ def unfit_shape(x: Tensor | Ragged, *sizes: int | None) -> str | None:
     """Return why no kernel can run on x if its shape is not `sizes`, or None: kernels broadcast
     nothing. A size of None allows any."""
     shape = tuple(x.shape)
-    if len(shape) == len(sizes) and all(want in (None, have) for want, have in zip(sizes, shape, strict=True)):
+    if len(shape) == len(sizes) and all(
+        want in (None, have) for want, have in zip(sizes, shape, strict=True)
+    ):
         return None
     return f"takes a tensor of [{', '.join('any' if size is None else str(size) for size in sizes)}], got {list(shape)}"
 
@@ -67,7 +79,9 @@ def unfit_numbers(numbers: Tensor | None, batch: int) -> str | None:
     of the `batch`; None if it can."""
     if numbers is None or (numbers.dim() == 1 and len(numbers) in (1, batch)):
         return None
-    return f"takes one number for all of {batch} sequences or one for each, got {list(numbers.shape)}"
+    return (
+        f"takes one number for all of {batch} sequences or one for each, got {list(numbers.shape)}"
+    )
 
 
 def unfit_sharing(heads: int, groups: int) -> str | None:
@@ -79,7 +93,11 @@ def unfit_sharing(heads: int, groups: int) -> str | None:
 
 def unfit_group(heads: int) -> str | None:
     """Return why no kernel takes `heads` query heads per KV head, or None."""
-    return None if heads <= _MOST_SHARING else f"takes up to {_MOST_SHARING} query heads of a KV head, got {heads}"
+    return (
+        None
+        if heads <= _MOST_SHARING
+        else f"takes up to {_MOST_SHARING} query heads of a KV head, got {heads}"
+    )
 
 
 def located(x: Tensor | Ragged) -> tuple[Tensor, Tensor | None, int]:
@@ -98,7 +116,9 @@ def padded(size: int, least: int = 16) -> int:
 def wide_rows(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return an empty fp32 tensor [... S] on the device of `like`, whose rows begin a multiple of
     16 entries apart, so that kernels may load and store several entries at once."""
-    return like.new_empty((*shape[:-1], -(-shape[-1] // 16) * 16), dtype=torch.float32)[..., : shape[-1]]
+    return like.new_empty((*shape[:-1], -(-shape[-1] // 16) * 16), dtype=torch.float32)[
+        ..., : shape[-1]
+    ]
 
 
 def split(count: int, programs: int, block: int) -> tuple[int, int]:
@@ -116,9 +136,12 @@ def places(shared: int, registers: int, warps: int) -> int:
     if INTERPRETED:
         return 16
     device, block = _device(), 32 * warps
-    whole = getattr(device, "shared_memory_per_multiprocessor", 100 << 10)  # the least, if torch does not say
+    # the least, if torch does not say
+    whole = getattr(device, "shared_memory_per_multiprocessor", 100 << 10)
     fit = whole // (shared + 1024), _REGISTERS // (registers * block)
-    return device.multi_processor_count * max(1, min(*fit, device.max_threads_per_multi_processor // block))
+    return device.multi_processor_count * max(
+        1, min(*fit, device.max_threads_per_multi_processor // block)
+    )
 
 
 def stages(x: Tensor) -> int:
@@ -151,7 +174,8 @@ def head_rows(x, places, sequence, group, xb, xg, xt, ALIGNED: tl.constexpr):
         begin, per_group = tl.load(places + 3 * sequence), tl.load(places + 3 * sequence + 1)
         rows = (begin + group * per_group).to(tl.pointer_type(kind))
         tl.multiple_of(rows, ALIGNED)
-        entries: tl.constexpr = max(1, ALIGNED // size)  # a product, since a hint on a load would be lost
+        # a product, since a hint on a load would be lost
+        entries: tl.constexpr = max(1, ALIGNED // size)
         step = tl.load(places + 3 * sequence + 2) // (size * entries) * entries
     return rows, step
 

@@ -15,7 +15,8 @@ _TILE = 2048  # entries
 # Rows that come over the bus: bytes of a tile, and programs, of which each has asked for two tiles. So 384 KiB are on
 # their way, enough for a bus of 55 GB/s that answers after 2 us, and most multiprocessors are free for other kernels.
 _BUS_TILE, _BUS_PROGRAMS = 8192, 24
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # only the width matters to a copy
+# only the width matters to a copy
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def gather_rows(x: Tensor | Ragged, rows: Tensor | Ragged) -> Tensor | Ragged:
@@ -58,13 +59,19 @@ def gather_tiers_refuses(
     far: Tensor | Ragged, rows: Tensor | Ragged, held: Tensor | None, slots: Tensor | None
 ) -> str | None:
     first = first_of(far)
-    if first.device.type == "cpu" and not (common.INTERPRETED or first.is_pinned() or not first.numel()):
+    if first.device.type == "cpu" and not (
+        common.INTERPRETED or first.is_pinned() or not first.numel()
+    ):
         return "reads host memory that is pinned"
     if held is not None and slots is not None:
-        sides = unfit_shape(held, *rows.shape[:2], None, far.shape[3]) or unfit_shape(slots, *rows.shape)
+        sides = unfit_shape(held, *rows.shape[:2], None, far.shape[3]) or unfit_shape(
+            slots, *rows.shape
+        )
         if sides or held.dtype != far.dtype:
             return sides or f"takes one dtype, got {far.dtype} and rows held as {held.dtype}"
-    near = [x for x in (held, slots) if x is not None] + ([] if first.device.type == "cpu" else [first])
+    near = [x for x in (held, slots) if x is not None] + (
+        [] if first.device.type == "cpu" else [first]
+    )
     if held is not None and held.stride(3) != 1:
         return "needs the channels of a row side by side"
     return _unfit(far, filled(rows), *near)
@@ -80,7 +87,9 @@ def _unfit(whole: Tensor | Ragged, rows: Tensor, *near: Tensor) -> str | None:
         return f"takes entries of up to 8 bytes, got {x.dtype}"
     if rows.dtype not in (torch.int64, torch.int32):
         return f"takes rows as int64 or int32, got {rows.dtype}"
-    return unfit(rows, *near) or ("needs the channels of a row side by side" if x.stride(3) != 1 else None)
+    return unfit(rows, *near) or (
+        "needs the channels of a row side by side" if x.stride(3) != 1 else None
+    )
 
 
 def put_rows(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> None:
@@ -181,7 +190,15 @@ def _store_tile(
 
 
 @triton.jit
-def _within(tile, counts, count, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):
+def _within(
+    tile,
+    counts,
+    count,
+    GROUPS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Return the number of the head that the tile number `tile` belongs to, its rows among those of
     all heads [ROWS], its channels [WIDE], and which of its rows there are."""
     columns: tl.constexpr = (DIM + WIDE - 1) // WIDE

@@ -54,7 +54,8 @@ class _Shape(NamedTuple):
     ahead: int  # tiles that are loaded ahead, and one (Triton's num_stages)
 
 
-_Cut = tuple[int, int, int]  # tokens of a segment's longest list, tokens of a piece of it, pieces of any list at most
+# tokens of a segment's longest list, tokens of a piece of it, pieces of any list at most
+_Cut = tuple[int, int, int]
 
 
 def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
@@ -63,7 +64,9 @@ def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> T
     return segment_attention_with_lse(q, segments, scale)[0]
 
 
-def segment_attention_with_lse(q: Tensor, segments: Sequence[Segment], scale: float) -> tuple[Tensor, Tensor]:
+def segment_attention_with_lse(
+    q: Tensor, segments: Sequence[Segment], scale: float
+) -> tuple[Tensor, Tensor]:
     outs, lses, _ = read_parts(q, segments, scale, packed=True)
     return merged(outs, lses, q.new_empty(q.shape))
 
@@ -81,12 +84,21 @@ def read_parts(
     those of an earlier one: so the order in which parts are merged depends on no other sequence."""
     batch, heads, _, dim = q.shape
     q = q.contiguous()
-    there = [segment for segment in segments if segment.k.shape[2] and (segment.rows is None or segment.rows.shape[2])]
+    there = [
+        segment
+        for segment in segments
+        if segment.k.shape[2] and (segment.rows is None or segment.rows.shape[2])
+    ]
     ahead = 2 if any(segment.rows is not None for segment in there) else stages(q)
     given = [_arguments(segment) for segment in there]
-    shapes = [_shape(heads, segment, some[_LIVE], ahead) for segment, some in zip(there, given, strict=True)]
+    shapes = [
+        _shape(heads, segment, some[_LIVE], ahead)
+        for segment, some in zip(there, given, strict=True)
+    ]
     at_once = places(_shared_bytes(q, shapes), 104 if dim * q.element_size() > 128 else 80, 4)
-    at_once = max(1, at_once - (len(segments) - 1) * max((shape.lists for shape in shapes), default=1))
+    at_once = max(
+        1, at_once - (len(segments) - 1) * max((shape.lists for shape in shapes), default=1)
+    )
     cuts = [_cut(*described, at_once) for described in zip(there, given, shapes, strict=True)]
     parts = sum(pieces for *_, pieces in cuts) + more
     outs = q.new_empty((batch * heads, parts, dim), dtype=torch.float32)
@@ -97,7 +109,11 @@ def read_parts(
         _read(q, given[some], shapes[some], cuts[some], at_once, packed, scale, outs, lses, first)
         first += sum(pieces for *_, pieces in cuts[some])
     of_each = {id(segment): pieces for segment, (*_, pieces) in zip(there, cuts, strict=True)}
-    return outs, lses, list(accumulate((of_each.get(id(segment), 0) for segment in segments), initial=0))
+    return (
+        outs,
+        lses,
+        list(accumulate((of_each.get(id(segment), 0) for segment in segments), initial=0)),
+    )
 
 
 def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:
@@ -131,21 +147,29 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
 
 def merge_attention_refuses(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> str | None:
     batch, heads, tokens, _ = outs[0].shape
-    if any(out.shape != outs[0].shape for out in outs) or any(x.numel() != batch * heads * tokens for x in lses):
-        return f"takes one log-sum-exp per query, got {list(lses[0].shape)} for {list(outs[0].shape)}"
+    if any(out.shape != outs[0].shape for out in outs) or any(
+        x.numel() != batch * heads * tokens for x in lses
+    ):
+        return (
+            f"takes one log-sum-exp per query, got {list(lses[0].shape)} for {list(outs[0].shape)}"
+        )
     if len(outs) > _MOST_APART:
         return f"takes up to {_MOST_APART} parts, got {len(outs)}"
     return unfit_heads(*outs) or unfit_floats(*lses)
 
 
-def merge_attention_with_lse(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def merge_attention_with_lse(
+    outs: Sequence[Tensor], lses: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
     """Merge attention over a few parts of the keys into one softmax, outs [B H T D], lses [B H T]
     or [B H], and return its log-sum-exp too, as kernels/reference.py defines it, without copying
     the parts into one tensor."""
     (batch, heads, tokens, dim), out = outs[0].shape, torch.empty_like(outs[0])
     lse = lses[0].new_empty(lses[0].shape)
     both = zip(outs, (x.view(batch, heads, tokens) for x in lses), strict=True)
-    parts = tuple((part, part_lse, *part.stride()[:3], *part_lse.stride()) for part, part_lse in both)
+    parts = tuple(
+        (part, part_lse, *part.stride()[:3], *part_lse.stride()) for part, part_lse in both
+    )
     _merge_apart[(triton.cdiv(tokens, _QUERIES), batch * heads)](
         parts, out, lse, *out.stride()[:3], tokens, len(parts), heads, dim, padded(dim), _QUERIES
     )
@@ -172,7 +196,8 @@ def _shape(heads: int, segment: Segment, live: Tensor | None, ahead: int) -> _Sh
     k, v, lists = segment.k, segment.v, segment.lists[0]
     fold, each = padded(heads // lists), int(live is not None and len(live) > 1)
     aligned = min(x.alignment if isinstance(x, Ragged) else 1 for x in (k, v))
-    block = _BLOCK if fold <= 32 and k.dtype.itemsize == 2 else _BLOCK // 2  # as much as fits into registers
+    # as much as fits into registers
+    block = _BLOCK if fold <= 32 and k.dtype.itemsize == 2 else _BLOCK // 2
     return _Shape(each, lists, lists // k.shape[1], heads // lists, fold, block, aligned, ahead)
 
 
@@ -180,7 +205,10 @@ def _shared_bytes(q: Tensor, shapes: Sequence[_Shape]) -> int:
     """Return how many bytes of shared memory `_attend` takes: tiles of keys and values that are
     loaded ahead, the queries and their weights."""
     wide, size = padded(q.shape[3]), q.element_size()
-    tiles = (2 * shape.block * wide * (shape.ahead - 1) + shape.fold * (wide + shape.block) for shape in shapes)
+    tiles = (
+        2 * shape.block * wide * (shape.ahead - 1) + shape.fold * (wide + shape.block)
+        for shape in shapes
+    )
     return size * max(tiles, default=0)
 
 
@@ -216,7 +244,16 @@ def merged(outs: Tensor, lses: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     batch, heads, _, dim = out.shape
     lse, parts = out.new_empty((batch, heads), dtype=torch.float32), lses.shape[1]
     _merge[(batch * heads, triton.cdiv(dim, _CHANNELS))](
-        outs, lses, out, lse, parts, dim, min(padded(parts), _PARTS), _CHANNELS, num_warps=4, num_stages=1
+        outs,
+        lses,
+        out,
+        lse,
+        parts,
+        dim,
+        min(padded(parts), _PARTS),
+        _CHANNELS,
+        num_warps=4,
+        num_stages=1,
     )
     return out, lse
 
@@ -240,17 +277,21 @@ def _attend_to(
     AHEAD: tl.constexpr = SHAPES[INDEX][7]
     head, dim = tl.arange(0, FOLD), tl.arange(0, WIDE)
     of_query = this * GROUP + head
-    query = tl.load(q + of_query[:, None] * DIM + dim, mask=(head < GROUP)[:, None] & (dim < DIM), other=0.0)
+    query = tl.load(
+        q + of_query[:, None] * DIM + dim, mask=(head < GROUP)[:, None] & (dim < DIM), other=0.0
+    )
     batch, group = this // LISTS, this % LISTS // SHARE
     keys, key_step = head_rows(k, k_places, batch, group, kb, kg, kt, ALIGNED)
     values, value_step = head_rows(v, v_places, batch, group, vb, vg, vt, ALIGNED)
     top = tl.full([FOLD], float("-inf"), tl.float32)
-    totals = tl.zeros([FOLD, BLOCK], tl.float32)  # summed at the end: a sum over threads waits for all of them
+    # summed at the end: a sum over threads waits for all of them
+    totals = tl.zeros([FOLD, BLOCK], tl.float32)
     mixed = tl.zeros([FOLD, WIDE], tl.float32)
     end = tl.minimum((piece + 1) * length, count)
     for start in tl.range(piece * length, end, BLOCK, num_stages=AHEAD):
         place = start + tl.arange(0, BLOCK)
-        read, token = place < end, tl.minimum(place, end - 1).to(tl.int64)  # no load waits for a mask of its own
+        # no load waits for a mask of its own
+        read, token = place < end, tl.minimum(place, end - 1).to(tl.int64)
         there = (dim < DIM)[None, :]
         if added is not None:
             log_weight = tl.load(added + this * listed + token)
@@ -302,7 +343,9 @@ def _attend(
             live, this = segments[index][5], program // (LISTS // SHAPES[index][1])
             count, length, some = counts[index], lengths[index], pieces[index]
             if live is not None:
-                count = tl.minimum(count, tl.load(live + this // SHAPES[index][1] * SHAPES[index][0]).to(tl.int32))
+                count = tl.minimum(
+                    count, tl.load(live + this // SHAPES[index][1] * SHAPES[index][0]).to(tl.int32)
+                )
                 blocks = tl.cdiv(count, SHAPES[index][5])
                 each = tl.maximum(tl.cdiv(blocks, tl.maximum(at_once // SHAPES[index][1], 1)), 1)
                 length, some = each * SHAPES[index][5], tl.cdiv(blocks, each)
@@ -366,8 +409,12 @@ def _merge_apart(
     mixed = tl.zeros([QUERIES, WIDE], tl.float32)
     for index in tl.static_range(PARTS):
         part, part_lse, pb, ph, pt, lb, lh, lt = parts[index]
-        row = tl.load(part + batch * pb + head * ph + query[:, None] * pt + dim, mask=there, other=0.0).to(tl.float32)
-        weight = tl.load(part_lse + batch * lb + head * lh + query * lt, mask=query < tokens, other=0.0)
+        row = tl.load(
+            part + batch * pb + head * ph + query[:, None] * pt + dim, mask=there, other=0.0
+        ).to(tl.float32)
+        weight = tl.load(
+            part_lse + batch * lb + head * lh + query * lt, mask=query < tokens, other=0.0
+        )
         highest = tl.maximum(top, weight)
         shift = tl.where(highest == float("-inf"), 0.0, highest)
         weight, shrink = tl.exp(weight - shift), tl.exp(top - shift)

@@ -12,12 +12,16 @@ from kernels.gpu.common import unfit_heads, unfit_shape
 _MOST = 1 << 14  # numbers of a block of tokens in one head
 
 
-def encode_codes(k: Tensor, v: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def encode_codes(
+    k: Tensor, v: Tensor, bits: int, group: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Encode whole blocks of `group` tokens in one launch, k, v [B G S D], as kernels/quantise.py
     defines it; a program (one instance of the kernel) takes one block of one head."""
     (batch, groups, count, dim), share = k.shape, min(group, k.shape[3])
     blocks, ranges, width = count // group, dim // share, dim * bits // 8
-    k_codes, v_codes = (k.new_empty((batch, groups, count, width), dtype=torch.uint8) for _ in range(2))
+    k_codes, v_codes = (
+        k.new_empty((batch, groups, count, width), dtype=torch.uint8) for _ in range(2)
+    )
     k_range = k.new_empty((batch, groups, blocks, 2 * dim), dtype=torch.float16)
     v_range = k.new_empty((batch, groups, count, 2 * ranges), dtype=torch.float16)
     bad = k.new_empty((batch, groups, blocks), dtype=torch.int8)
@@ -53,10 +57,14 @@ def _coded(x, AXIS: tl.constexpr, BITS: tl.constexpr):
     least = _down(tl.min(x, AXIS, keep_dims=True))
     span = least.to(tl.float32) - tl.max(x, AXIS, keep_dims=True)
     step = -_down(tl.div_rn(span, tl.full(span.shape, LEVELS, tl.float32)))
-    width = tl.where(step == 0, 1.0, step.to(tl.float32))  # 0: all numbers of the group are the same
+    # 0: all numbers of the group are the same
+    width = tl.where(step == 0, 1.0, step.to(tl.float32))
     code = tl.div_rn(x - least.to(tl.float32), tl.broadcast_to(width, x.shape))
-    code = (code + 12582912.0) - 12582912.0  # 1.5 * 2**23: rounds to the nearest, of two to the even one
-    finite = (tl.abs(least.to(tl.float32)) < float("inf")) & (tl.abs(step.to(tl.float32)) < float("inf"))
+    # 1.5 * 2**23: rounds to the nearest, of two to the even one
+    code = (code + 12582912.0) - 12582912.0
+    finite = (tl.abs(least.to(tl.float32)) < float("inf")) & (
+        tl.abs(step.to(tl.float32)) < float("inf")
+    )
     bad = tl.max(tl.ravel((x != x).to(tl.int32)), 0) | tl.max(tl.ravel((~finite).to(tl.int32)), 0)
     return tl.minimum(tl.maximum(code, 0.0), LEVELS).to(tl.uint8), least, step, bad
 
@@ -81,7 +89,9 @@ def _encode(
     WIDTH: tl.constexpr = DIM * BITS // 8
     this = tl.program_id(1).to(tl.int64)
     batch, group, block = this // HEADS, this % HEADS, tl.program_id(0).to(tl.int64)
-    token, dim, byte = tl.arange(0, GROUP)[:, None], tl.arange(0, DIM)[None, :], tl.arange(0, WIDTH)[None, :]
+    token = tl.arange(0, GROUP)[:, None]
+    dim = tl.arange(0, DIM)[None, :]
+    byte = tl.arange(0, WIDTH)[None, :]
     row = block * GROUP + token
     of_block = this * blocks + block
     to = (of_block * GROUP + token) * WIDTH + byte

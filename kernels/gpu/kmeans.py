@@ -20,17 +20,22 @@ _AT_ONCE = 64  # clusters that points are compared with, or summed for, at once
 _PIECES = 8  # sums of pieces that are added at once
 
 
-def kmeans(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4) -> tuple[Tensor, Tensor]:
+def kmeans(
+    x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4
+) -> tuple[Tensor, Tensor]:
     """Cluster the points of each problem, as kernels/kmeans.py defines it: x [... P d], initial [C] ->
     centroids [... C d], codes [... P] (int32)."""
     points, dim = x.shape[-2:]
     problems, clusters = x.numel() // (points * dim), len(initial)
-    centroids = x[..., initial, :].to(torch.float32, memory_format=torch.contiguous_format).contiguous()
+    centroids = (
+        x[..., initial, :].to(torch.float32, memory_format=torch.contiguous_format).contiguous()
+    )
     bounds = tolerance * x.var(dim=-2, correction=0).float().mean(-1).flatten()
     parts = _in_parts(centroids.view(problems, 1, clusters, dim), x.dtype)
     halves = centroids.square().sum(-1).mul_(0.5)
     at_once, rows = min(_AT_ONCE, padded(clusters)), 128 if x.element_size() == 2 else 32
-    many = clusters > at_once  # the sums of all do not fit into registers: codes are written first, and read again
+    # the sums of all do not fit into registers: codes are written first, and read again
+    many = clusters > at_once
     pieces, length = split(points, problems, rows)
     sums = torch.empty((pieces, problems, clusters, dim), dtype=torch.float32, device=x.device)
     counts = torch.empty((pieces, problems, clusters), dtype=torch.float32, device=x.device)
@@ -58,8 +63,15 @@ def kmeans(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4)
     return centroids, codes
 
 
-def kmeans_refuses(x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4) -> str | None:
-    if x.shape[-1] > MOST_CHANNELS or len(initial) > MOST_CLUSTERS or x.dim() > 5 or x.stride(-1) != 1:
+def kmeans_refuses(
+    x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4
+) -> str | None:
+    if (
+        x.shape[-1] > MOST_CHANNELS
+        or len(initial) > MOST_CLUSTERS
+        or x.dim() > 5
+        or x.stride(-1) != 1
+    ):
         return (
             f"takes up to {MOST_CLUSTERS} clusters and {MOST_CHANNELS} channels, side by side, got {len(initial)} and "
             f"{x.shape[-1]}"
@@ -85,19 +97,34 @@ def _still(shifts, bounds, problems, BLOCKS: tl.constexpr):
     moving = tl.zeros([], tl.int32)
     for start in range(0, problems, 32):
         problem = start + tl.arange(0, 32)
-        shift = tl.load(shifts + problem[:, None] * BLOCKS + block, mask=(problem < problems)[:, None], other=0.0)
+        shift = tl.load(
+            shifts + problem[:, None] * BLOCKS + block,
+            mask=(problem < problems)[:, None],
+            other=0.0,
+        )
         bound = tl.load(bounds + problem, mask=problem < problems, other=0.0)
         moving += tl.sum((tl.sum(shift, 1) > bound).to(tl.int32), 0)
     return moving == 0
 
 
 @triton.jit
-def _near(value, parts, halves, cluster, channel, CLUSTERS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr):
+def _near(
+    value,
+    parts,
+    halves,
+    cluster,
+    channel,
+    CLUSTERS: tl.constexpr,
+    DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+):
     """Return the products of points with some centroids, less half the squares of these: the larger,
     the nearer."""
     real = (cluster < CLUSTERS)[:, None] & (channel < DIM)
     at = parts + cluster[:, None] * DIM + channel
-    near = product(value, tl.trans(tl.load(at + (PARTS - 1) * CLUSTERS * DIM, mask=real, other=0.0)))
+    near = product(
+        value, tl.trans(tl.load(at + (PARTS - 1) * CLUSTERS * DIM, mask=real, other=0.0))
+    )
     if PARTS > 1:  # the smallest first
         near += product(value, tl.trans(tl.load(at + CLUSTERS * DIM, mask=real, other=0.0)))
         near += product(value, tl.trans(tl.load(at, mask=real, other=0.0)))
@@ -115,7 +142,11 @@ def _assign(
     first, if FIND says so, else read its number from `codes`. Sum and count the points of a block of
     clusters, if ADD says so, else write the numbers to `codes`."""
     piece, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    still = False if shifts is None else _still(shifts + step * problems * BLOCKS, bounds, problems, BLOCKS)
+    still = (
+        False
+        if shifts is None
+        else _still(shifts + step * problems * BLOCKS, bounds, problems, BLOCKS)
+    )
     if still:
         return
     x += problem // (GROUPS * SPLIT) * xb + problem // SPLIT % GROUPS * xg + problem % SPLIT * xm
@@ -136,10 +167,13 @@ def _assign(
             best, code = tl.max(near, 1, return_indices=True, return_indices_tie_break_left=True)
             for first in range(AT_ONCE, CLUSTERS, AT_ONCE):
                 near = _near(value, parts, halves, first + each, channel, CLUSTERS, DIM, PARTS)
-                top, place = tl.max(near, 1, return_indices=True, return_indices_tie_break_left=True)
+                top, place = tl.max(
+                    near, 1, return_indices=True, return_indices_tie_break_left=True
+                )
                 code = tl.where(top > best, first + place, code)
                 best = tl.maximum(best, top)
-            code = tl.minimum(code, CLUSTERS - 1)  # of a point with NaN it may be a cluster that is not there
+            # of a point with NaN it may be a cluster that is not there
+            code = tl.minimum(code, CLUSTERS - 1)
         else:
             code = tl.load(codes + problem * points + point, mask=point < end, other=-1)
         if ADD:

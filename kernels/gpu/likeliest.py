@@ -35,7 +35,9 @@ def likeliest_tokens_refuses(logits: Tensor, out: Tensor | None = None) -> str |
         return "needs the logits of a sequence, and the tokens of all, side by side"
     if logits.shape[1] > _PIECE * _MOST_PIECES:
         return f"takes up to {_PIECE * _MOST_PIECES} logits of a sequence, got {logits.shape[1]}"
-    return unfit_floats(logits) or (None if out is None else unfit_shape(out, 2, len(logits)) or unfit(out))
+    return unfit_floats(logits) or (
+        None if out is None else unfit_shape(out, 2, len(logits)) or unfit(out)
+    )
 
 
 @triton.jit
@@ -49,7 +51,8 @@ def _best_of_piece(logits, best, sums, xt: tl.int64, width, PIECE: tl.constexpr)
     bits = value.to(tl.int32, bitcast=True)
     order = tl.where(value == 0.0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF))  # both zeros are equal
     order = tl.where(value != value, 0x7FFFFFFF, order).to(tl.int64)
-    number = (order << 32) + (0x7FFFFFFF - place).to(tl.int64)  # places behind the row are later than all
+    # places behind the row are later than all
+    number = (order << 32) + (0x7FFFFFFF - place).to(tl.int64)
     at = row * tl.num_programs(0) + piece
     tl.store(best + at, tl.max(number, 0))
     tl.store(sums + at, tl.sum(tl.where(there, value, 0.0), 0))

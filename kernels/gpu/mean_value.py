@@ -48,7 +48,11 @@ def attention_with_mean_refuses(
     if both % 2 or not q.is_contiguous() or not value_sum.is_contiguous() or v.stride(3) != 1:
         return "takes as many approximate queries as others, and the channels of a row side by side"
     sides = unfit_shape(lses, batch, groups, group, None) or unfit_numbers(count, batch)
-    sides = sides or unfit_shape(value_sum, batch, groups, 1, dim) or unfit_shape(v, batch, groups, 1, dim)
+    sides = (
+        sides
+        or unfit_shape(value_sum, batch, groups, 1, dim)
+        or unfit_shape(v, batch, groups, 1, dim)
+    )
     if sink_logits is not None:
         sides = sides or unfit_shape(sink_logits, groups * group) or unfit(sink_logits)
     attention = segment_attention_refuses(q.view(batch, -1, 1, dim), segments, scale)
@@ -75,7 +79,10 @@ def _mix(
     and `middle` has the log-sum-exps of `blocks` blocks of all these. `counts` says how many values
     there are, with one number for each sequence if EACH is 1, one for all if it is 0."""
     this, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    sequence, group, head, part = this // GROUPS, this % GROUPS, tl.arange(0, FOLD), tl.arange(0, PARTS)
+    sequence = this // GROUPS
+    group = this % GROUPS
+    head = tl.arange(0, FOLD)
+    part = tl.arange(0, PARTS)
     mine, of_head, real = head < HEADS, this * HEADS + head, channel < DIM
     exact = 2 * this * HEADS + head
     approximate = exact + HEADS
@@ -98,7 +105,9 @@ def _mix(
         rows = tl.load(outs + at[:, :, None] * DIM + channel[None, None, :], mask=inside, other=0.0)
         rows = tl.where(lse[:, :, None] == float("-inf"), 0.0, rows)  # nobody writes an empty part
         mixed += tl.sum(rows * weight[:, :, None], 1)
-    value = tl.load(added + sequence * vb + group * vg + channel, mask=real, other=0.0).to(tl.float32)
+    value = tl.load(added + sequence * vb + group * vg + channel, mask=real, other=0.0).to(
+        tl.float32
+    )
     total = tl.load(sums + this * DIM + channel, mask=real, other=0.0).to(tl.float32) + value
     tl.store(sums + this * DIM + channel, total, mask=real)
     mean = (total / tl.load(counts + sequence * EACH).to(tl.float32))[None, :]

@@ -32,9 +32,13 @@ def token_rows(chunks: Tensor | Ragged, size: int, last: int | PerSequence | Non
     return out
 
 
-def token_rows_refuses(chunks: Tensor | Ragged, size: int, last: int | PerSequence | None = None) -> str | None:
+def token_rows_refuses(
+    chunks: Tensor | Ragged, size: int, last: int | PerSequence | None = None
+) -> str | None:
     whole = filled(chunks)
-    return unfit(whole) if whole.dtype == torch.int64 else f"takes numbers as int64, got {whole.dtype}"
+    return (
+        unfit(whole) if whole.dtype == torch.int64 else f"takes numbers as int64, got {whole.dtype}"
+    )
 
 
 @triton.jit(do_not_specialize=["room", "number"])

@@ -54,12 +54,22 @@ def partial_products_refuses(guess: Guess | None, new: NewPartial | None) -> str
     first, held = first_of(new.rows), new.basis.shape[:2]
     if 1 not in (first.stride(3), first.stride(2)):
         return "needs the channels of a row, or the rows of a channel, side by side"
-    sides = common.unfit_shape(new.k, *held, 1, None) or common.unfit_shape(new.rows, *held, None, None)
+    sides = common.unfit_shape(new.k, *held, 1, None) or common.unfit_shape(
+        new.rows, *held, None, None
+    )
     return sides or common.unfit_numbers(new.at, held[0]) or common.unfit_floats(new.k, first)
 
 
 @triton.jit
-def _columns_of(x, basis, which, DIM: tl.constexpr, WIDE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+def _columns_of(
+    x,
+    basis,
+    which,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Multiply a vector x [WIDE], in fp32, with number `which` of the matrices `basis`. Return the
     product, and whether a column of the matrix has an entry that is not zero."""
     channel, column = tl.arange(0, WIDE), tl.arange(0, COLUMNS)
@@ -97,11 +107,17 @@ def _products(
             x, which = tl.where(turns, turned, x), batch * (HEADS // SHARE) + head // SHARE
             product, _ = _columns_of(x, basis, which, DIM, WIDE, WIDTH, COLUMNS)
             column = tl.arange(0, COLUMNS)
-            tl.store(out + (batch * HEADS + head) * WIDTH + column, product * scale, mask=column < WIDTH)
+            tl.store(
+                out + (batch * HEADS + head) * WIDTH + column, product * scale, mask=column < WIDTH
+            )
     elif GROUPS > 0:
         group = head - HEADS
-        x = tl.load(k + batch * kb + group * kg + channel, mask=channel < DIM, other=0.0).to(tl.float32)
-        narrow, there = _columns_of(x, own, batch * GROUPS + group, DIM, WIDE, OWN_WIDTH, OWN_COLUMNS)
+        x = tl.load(k + batch * kb + group * kg + channel, mask=channel < DIM, other=0.0).to(
+            tl.float32
+        )
+        narrow, there = _columns_of(
+            x, own, batch * GROUPS + group, DIM, WIDE, OWN_WIDTH, OWN_COLUMNS
+        )
         first, apart = head_rows(rows, places, batch, group, xb, xg, xt, ALIGNED)
         row, column = tl.load(at + batch * EACH), tl.arange(0, OWN_COLUMNS)
         to = first + column * apart + row if BY_CHANNEL else first + row * apart + column

@@ -33,7 +33,9 @@ def pick_channels(
     return channels, picked, whole
 
 
-def pick_channels_refuses(q: Tensor, r: int | PerSequence, scale: float, spread: bool, facing: bool) -> str | None:
+def pick_channels_refuses(
+    q: Tensor, r: int | PerSequence, scale: float, spread: bool, facing: bool
+) -> str | None:
     if (r.most if isinstance(r, PerSequence) else r) > q.shape[3]:
         return "leaves the error for too large a count to torch"
     return unfit_heads(q) or unfit_floats(q) or unfit_group(q.shape[2])
@@ -53,7 +55,8 @@ def _pick(
     at = (this * HEADS + head) * DIM + channel
     query = tl.load(q + at, mask=there, other=0.0).to(tl.float32)
     mass = tl.sum(tl.abs(query), 0)
-    mass = tl.where(mass == mass, mass, float("inf"))  # NaN is largest, as in torch: every channel has its own rank
+    # NaN is largest, as in torch: every channel has its own rank
+    mass = tl.where(mass == mass, mass, float("inf"))
     mass = tl.where(channel < DIM, mass, -1.0)
     mine, others = mass[:, None], mass[None, :]
     before = (others > mine) | ((others == mine) & (channel[None, :] < channel[:, None]))

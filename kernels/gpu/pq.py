@@ -12,7 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.choose import log_sum_exp
-from kernels.gpu.common import head_rows, located, padded, product, unfit, unfit_floats, unfit_group, unfit_shape
+from kernels.gpu.common import (
+    head_rows,
+    located,
+    padded,
+    product,
+    unfit,
+    unfit_floats,
+    unfit_group,
+    unfit_shape,
+)
 from kernels.gpu.top_k import MOST, fill, kth_largest, own_number, pieces_of, placed
 from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged, first_of, too_few
@@ -21,11 +30,14 @@ _CODES = (torch.uint8, torch.int16, torch.int32, torch.int64)
 _BLOCK = 256  # tokens
 _CLUSTERS = 128  # clusters at once, at most
 _MOST_CHANNELS = 128  # channels of a sub-vector that are taken at once
-_CELLS = 64  # clusters of a sub-vector, at most, where tokens are chosen by cells: a program holds all cells
+# clusters of a sub-vector, at most, where tokens are chosen by cells: a program holds all cells
+_CELLS = 64
 _SHARING = 16  # query heads of a KV head, likewise
 
 
-def pq_weights(q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, scale: float) -> Tensor | Ragged:
+def pq_weights(
+    q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, scale: float
+) -> Tensor | Ragged:
     """Compute the softmax weights [B G S] of product-quantised keys, summed over a group's query
     heads, as kernels/reference.py defines it. q [B H 1 D], centroids [B G m C d'], codes [B G S m].
     Scores are never written: codes are small, so looking them up twice is cheaper."""
@@ -40,7 +52,9 @@ def pq_weights(q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, sc
     return Ragged.filled_up(out, codes.sizes) if isinstance(codes, Ragged) else out
 
 
-def pq_weights_refuses(q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, scale: float) -> str | None:
+def pq_weights_refuses(
+    q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, scale: float
+) -> str | None:
     if isinstance(centroids, Ragged) and not centroids.dense:
         return "needs the centroids of a sequence without gaps"
     if codes.dtype not in _CODES:
@@ -94,7 +108,9 @@ def pq_best(
     order, as kernels/reference.py defines it; among equal weights the first tokens. q [B H 1 D],
     centroids [B G 2 C d'], codes [B G S 2], held [B G C*C] -> [B G count]"""
     batch, groups, _, clusters, width = centroids.shape
-    counts, most = (count.on(q.device), count.most) if isinstance(count, PerSequence) else (None, count)
+    counts, most = (
+        (count.on(q.device), count.most) if isinstance(count, PerSequence) else (None, count)
+    )
     out = torch.empty((batch, groups, most), dtype=torch.int64, device=q.device)
     if out.numel():
         rows, tokens = batch * groups, codes.shape[2]
@@ -112,9 +128,23 @@ def pq_best(
             scale, most, groups, clusters, width, channels, q.shape[1] // groups, cells, aligned,
             num_warps=max(8, channels // 8),
         )  # fmt: skip
-        common = pairs, code_places, lengths, kinds, numbers, *pairs.stride()[:2], tokens, tiles, groups, cells, tile
+        common = (
+            pairs,
+            code_places,
+            lengths,
+            kinds,
+            numbers,
+            *pairs.stride()[:2],
+            tokens,
+            tiles,
+            groups,
+            cells,
+            tile,
+        )
         _count_kinds[(rows, pieces)](*common, num_warps=tile // 512)
-        _place_kinds[(rows, pieces)](*common, out, needs, counts, most, padded(pieces, 1), num_warps=tile // 512)
+        _place_kinds[(rows, pieces)](
+            *common, out, needs, counts, most, padded(pieces, 1), num_warps=tile // 512
+        )
     return Ragged.filled_up(out, count) if isinstance(count, PerSequence) else out
 
 
@@ -129,13 +159,19 @@ def pq_best_refuses(
             f"takes 2 parts of up to {_MOST_CHANNELS} channels, {_CELLS} centroids and {_SHARING} query heads of a KV "
             f"head, got {parts} of {width}, {clusters} and {sharing}"
         )
-    if codes.dtype != torch.uint8 or first_of(codes).stride()[2:] != (2, 1) or codes.shape[2] > MOST.value:
+    if (
+        codes.dtype != torch.uint8
+        or first_of(codes).stride()[2:] != (2, 1)
+        or codes.shape[2] > MOST.value
+    ):
         return f"takes up to {MOST.value} tokens whose two codes are bytes side by side"
     if too_few(codes, count, 2):
         return "leaves the error for too large a count to torch"
     cells = None if isinstance(held, Ragged) else clusters**2
     if held.dtype != torch.int32 or isinstance(held, Ragged) != isinstance(centroids, Ragged):
-        return f"takes int32 numbers of tokens, as many sequences apart as centroids, got {held.dtype}"
+        return (
+            f"takes int32 numbers of tokens, as many sequences apart as centroids, got {held.dtype}"
+        )
     return unfit_shape(held, batch, groups, cells) or pq_weights_refuses(q, centroids, codes, scale)
 
 
@@ -156,14 +192,17 @@ def _table(
     rows = centroids + at * WIDTH
     if places is not None:
         sequence = this // PARTS // GROUPS
-        group, step = head_rows(centroids, places, sequence, this // PARTS % GROUPS, 0, 0, 0, ALIGNED)
+        group, step = head_rows(
+            centroids, places, sequence, this // PARTS % GROUPS, 0, 0, 0, ALIGNED
+        )
         rows = group + this % PARTS * step + cluster[:, None] * WIDTH
         existing = cluster < tl.load(sizes + sequence)
     of_query = (this // PARTS * HEADS + head) * PARTS + this % PARTS
     products = tl.zeros([BLOCK, FOLD], tl.float32)
     for start in range(0, WIDTH, STEP):
         channel = start + tl.arange(0, STEP)
-        there, mine = existing[:, None] & (channel < WIDTH), (head < HEADS)[:, None] & (channel < WIDTH)
+        there = existing[:, None] & (channel < WIDTH)
+        mine = (head < HEADS)[:, None] & (channel < WIDTH)
         centroid = tl.load(rows + channel, mask=there, other=0.0)
         query = tl.load(q + of_query[:, None] * WIDTH + channel, mask=mine, other=0.0)
         products += product(centroid, tl.trans(query))
@@ -192,7 +231,9 @@ def _look_up(
     scores = tl.zeros([FOLD, BLOCK], tl.float32)
     for part in range(PARTS):
         code = tl.load(at + part * cp, mask=live, other=0).to(tl.int32)
-        scores += tl.load(table + (this * PARTS + part) * CLUSTERS * FOLD + (code * FOLD + head[:, None]))
+        scores += tl.load(
+            table + (this * PARTS + part) * CLUSTERS * FOLD + (code * FOLD + head[:, None])
+        )
     scores = tl.where(live, scores * scale, float("-inf"))
     of_head = this * HEADS + head
     if lses is not None:
@@ -208,7 +249,9 @@ def _look_up(
 
 
 @triton.jit
-def _centroids(centroids, places, sequence, group, part, clusters, GROUPS, WIDTH, cluster, channel, ALIGNED):
+def _centroids(
+    centroids, places, sequence, group, part, clusters, GROUPS, WIDTH, cluster, channel, ALIGNED
+):
     """Load the centroids of one part of the keys of a KV head as a tile [C d'] in fp32."""
     rows = centroids + ((sequence * GROUPS + group) * 2 + part) * clusters * WIDTH
     if places is not None:
@@ -233,9 +276,15 @@ def _cells(
     sequence, group = this // GROUPS, this % GROUPS
     clusters, count = own_number(sizes, sequence, CLUSTERS), own_number(counts, sequence, count)
     cluster, channel = tl.arange(0, CELLS), tl.arange(0, CHANNELS)
-    one = _centroids(centroids, places, sequence, group, 0, clusters, GROUPS, WIDTH, cluster, channel, ALIGNED)
-    other = _centroids(centroids, places, sequence, group, 1, clusters, GROUPS, WIDTH, cluster, channel, ALIGNED)
-    tokens, _ = head_rows(held, held_places, sequence, group, GROUPS * CLUSTERS * CLUSTERS, CLUSTERS * CLUSTERS, 1, 4)
+    one = _centroids(
+        centroids, places, sequence, group, 0, clusters, GROUPS, WIDTH, cluster, channel, ALIGNED
+    )
+    other = _centroids(
+        centroids, places, sequence, group, 1, clusters, GROUPS, WIDTH, cluster, channel, ALIGNED
+    )
+    tokens, _ = head_rows(
+        held, held_places, sequence, group, GROUPS * CLUSTERS * CLUSTERS, CLUSTERS * CLUSTERS, 1, 4
+    )
     there = (cluster < clusters)[:, None] & (cluster < clusters)
     tokens = tl.load(tokens + cluster[:, None] * clusters + cluster, mask=there, other=0)
     weights = tl.zeros([CELLS, CELLS], tl.float32)

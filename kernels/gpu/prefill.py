@@ -14,7 +14,16 @@ from torch import Tensor
 from kernels import ops
 from kernels.gpu import decode
 from kernels.gpu.choose import log_sum_exp
-from kernels.gpu.common import padded, product, split, stages, unfit_floats, unfit_group, unfit_heads, unfit_shape
+from kernels.gpu.common import (
+    padded,
+    product,
+    split,
+    stages,
+    unfit_floats,
+    unfit_group,
+    unfit_heads,
+    unfit_shape,
+)
 from kernels.gpu.scores import row_scores
 from kernels.ragged import filled
 from kernels.reference import Segment
@@ -45,14 +54,18 @@ def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
     pieces, length = split(stored, programs, 128) if new <= _FEW else (1, stored)
     lse = q.new_empty((*q.shape[:3], pieces), dtype=torch.float32)
     _run_rows(q, k, None, None, lse, scale, stored - new, length=length, rows=rows, fold=fold)
-    return _run_columns(q, k, log_sum_exp(lse, 1.0) if pieces > 1 else lse, scale, rows=rows, fold=fold)
+    return _run_columns(
+        q, k, log_sum_exp(lse, 1.0) if pieces > 1 else lse, scale, rows=rows, fold=fold
+    )
 
 
 def column_sums_refuses(q: Tensor, k: Tensor, scale: float) -> str | None:
     return _unfit_last(q, k) or _unfit(q, k)
 
 
-def prefill_attention_with_column_sums(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def prefill_attention_with_column_sums(
+    q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """Compute causal attention [B H T D] and the attention that each key receives, summed over
     queries, [B H S], as kernels/column_sums.py defines them."""
     if q.shape[2] == 1:
@@ -62,11 +75,15 @@ def prefill_attention_with_column_sums(q: Tensor, k: Tensor, v: Tensor, scale: f
     return out, _run_columns(q, k, lse.contiguous(), scale)
 
 
-def prefill_attention_with_column_sums_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
+def prefill_attention_with_column_sums_refuses(
+    q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> str | None:
     return _unfit_last(q, k) or _unfit(q, k, v) or _unfit_query(q, k)
 
 
-def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int) -> tuple[Tensor, Tensor]:
+def windowed_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int
+) -> tuple[Tensor, Tensor]:
     """Compute attention in which query t sees the last `window` keys up to key `first` + t, and its
     log-sum-exp, as kernels/windowed.py defines it. -> [B H T D], which lies in memory as [B T H D],
     and [B H T]"""
@@ -76,15 +93,21 @@ def windowed_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int
     return out, lse.squeeze(3)
 
 
-def windowed_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int) -> str | None:
+def windowed_attention_refuses(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int
+) -> str | None:
     return _unfit(q, k, v)
 
 
-def windowed_sums(q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, window: int) -> Tensor:
+def windowed_sums(
+    q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, window: int
+) -> Tensor:
     return _run_columns(q, k, lse.contiguous(), scale, first, window)
 
 
-def windowed_sums_refuses(q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, window: int) -> str | None:
+def windowed_sums_refuses(
+    q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, window: int
+) -> str | None:
     return _unfit(q, k) or unfit_shape(lse, *q.shape[:3]) or unfit_floats(lse)
 
 
@@ -100,7 +123,11 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, T
 def _unfit_last(q: Tensor, k: Tensor) -> str | None:
     """Return why the queries q cannot be those of the last tokens whose keys are in k, or None:
     there must be no more queries than keys."""
-    return f"takes no more queries than keys, got {q.shape[2]} and {k.shape[2]}" if q.shape[2] > k.shape[2] else None
+    return (
+        f"takes no more queries than keys, got {q.shape[2]} and {k.shape[2]}"
+        if q.shape[2] > k.shape[2]
+        else None
+    )
 
 
 def _unfit(q: Tensor, k: Tensor, *v: Tensor) -> str | None:
@@ -108,7 +135,10 @@ def _unfit(q: Tensor, k: Tensor, *v: Tensor) -> str | None:
     None."""
     if q.shape[1] % k.shape[1]:
         return f"takes whole groups of heads, got {q.shape[1]} query heads of {k.shape[1]} KV heads"
-    sides = [unfit_shape(k, q.shape[0], None, None, q.shape[3]), *(unfit_shape(x, *k.shape) for x in v)]
+    sides = [
+        unfit_shape(k, q.shape[0], None, None, q.shape[3]),
+        *(unfit_shape(x, *k.shape) for x in v),
+    ]
     return next(filter(None, sides), None) or unfit_heads(q, k, *v)
 
 
@@ -125,7 +155,11 @@ def _stages(q: Tensor) -> int:
 
 
 def _rows_at_once(q: Tensor) -> int:
-    return 128 if q.shape[3] * q.element_size() <= 256 and q.element_size() == 2 and q.shape[2] > 64 else 64
+    return (
+        128
+        if q.shape[3] * q.element_size() <= 256 and q.element_size() == 2 and q.shape[2] > 64
+        else 64
+    )
 
 
 def _folded(q: Tensor, k: Tensor) -> tuple[int, int]:
@@ -158,7 +192,11 @@ def _run_rows(
     batch, heads, new, dim = q.shape
     rows, narrow = rows or _rows_at_once(q), q.element_size() == 2
     (vb, vg, vt), (ob, oh, ot) = ((0, 0, 0) if x is None else x.stride()[:3] for x in (v, out))
-    grid = (1, batch * k.shape[1], lse.shape[3]) if fold else (triton.cdiv(new, rows), batch * heads, lse.shape[3])
+    grid = (
+        (1, batch * k.shape[1], lse.shape[3])
+        if fold
+        else (triton.cdiv(new, rows), batch * heads, lse.shape[3])
+    )
     _rows[grid](
         q, k, v, out, lse, scale, *q.stride()[:3], *k.stride()[:3], vb, vg, vt, ob, oh, ot,
         new, k.shape[2], first, window, length or k.shape[2], lse.shape[3], heads, heads // k.shape[1], dim,
@@ -220,13 +258,16 @@ def _rows(
     one piece of the keys that they see: write each query's log-sum-exp to `lse`, and with v its
     attention to `out`. Queries and keys are multiplied PARTS parts of the head one after the other:
     a whole fp32 head, as two numbers of tf32 each, does not fit into registers."""
-    block, this, piece = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    this = tl.program_id(1).to(tl.int64)
+    piece = tl.program_id(2)
     head, row, live = _queries_of(this, block * ROWS, new, SHARE, ROWS, FOLD)
     group, dim = this if FOLD else this // SHARE, tl.arange(0, WIDE)
     batch = group // (HEADS // SHARE)
     keys = k + batch * kb + group % (HEADS // SHARE) * kg
     queries = q + batch * qb + (head % HEADS * qh + row * qt)[:, None]
-    if PARTS == 1:  # a load within the loop would be loaded ahead, into shared memory that others need
+    # a load within the loop would be loaded ahead, into shared memory that others need
+    if PARTS == 1:
         query = tl.load(queries + dim, mask=live[:, None] & (dim < DIM), other=0.0)
     position = first + row
     top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -242,14 +283,19 @@ def _rows(
             some = part * (WIDE // PARTS) + tl.arange(0, WIDE // PARTS)
             if PARTS > 1:
                 query = tl.load(queries + some, mask=live[:, None] & (some < DIM), other=0.0)
-            key = tl.load(keys + token[:, None] * kt + some, mask=(token < end)[:, None] & (some < DIM), other=0.0)
+            key = tl.load(
+                keys + token[:, None] * kt + some,
+                mask=(token < end)[:, None] & (some < DIM),
+                other=0.0,
+            )
             scores += product(query, tl.trans(key))
         seen = (token <= position[:, None]) & (token < end)
         if not FOLD:
             seen &= token > position[:, None] - window
         logits = tl.where(seen, scores * scale, float("-inf"))
         highest = tl.maximum(top, tl.max(logits, 1))
-        shift = tl.where(highest == float("-inf"), 0.0, highest)  # minus infinity: nothing seen in this piece yet
+        # minus infinity: nothing seen in this piece yet
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
         shrink, weights = tl.exp(top - shift), tl.exp(logits - shift[:, None])
         total = total * shrink + tl.sum(weights, 1)
         if v is not None:
@@ -282,14 +328,20 @@ def _columns(
     there = (token < stored)[:, None] & (dim < DIM)
     group = this if FOLD else this // SHARE
     batch = group // (HEADS // SHARE)
-    key = tl.load(k + batch * kb + group % (HEADS // SHARE) * kg + token[:, None] * kt + dim, mask=there, other=0.0)
+    key = tl.load(
+        k + batch * kb + group % (HEADS // SHARE) * kg + token[:, None] * kt + dim,
+        mask=there,
+        other=0.0,
+    )
     received = tl.zeros([KEYS, shared], tl.float32)
     begin = 0 if FOLD else tl.maximum(tl.program_id(0) * KEYS - first, 0)
     end = ROWS if FOLD else tl.minimum(new, (tl.program_id(0) + 1) * KEYS - 1 - first + window)
     for start in range(begin, end, ROWS):
         head, row, live = _queries_of(this, start, new, SHARE, ROWS, FOLD)
         real = live[:, None] & (dim < DIM)
-        query = tl.load(q + batch * qb + (head % HEADS * qh + row * qt)[:, None] + dim, mask=real, other=0.0)
+        query = tl.load(
+            q + batch * qb + (head % HEADS * qh + row * qt)[:, None] + dim, mask=real, other=0.0
+        )
         whole = tl.load(lse + head * new + row, mask=live, other=0.0)
         logits = product(key, tl.trans(query)) * scale - whole
         seen = token[:, None] <= tl.where(live, first + row, -1)

@@ -61,11 +61,24 @@ def rebuild_keys_refuses(
         return f"takes cos and sin of one shape and up to {dim} channels, got {list(cos.shape)} and {list(sin.shape)}"
     if reason := unfit_shape(u, batch, None, rank) or unfit_shape(basis, batch, groups, None, dim):
         return reason
-    return unfit_heads(bases) or unfit_floats(rows, bases) or unfit_floats(turns, tilts) or unfit(filled(chunks))
+    return (
+        unfit_heads(bases)
+        or unfit_floats(rows, bases)
+        or unfit_floats(turns, tilts)
+        or unfit(filled(chunks))
+    )
 
 
 @triton.jit
-def _columns(basis, rank, first, WIDTH: tl.constexpr, WIDE: tl.constexpr, RANK: tl.constexpr, DIM: tl.constexpr):
+def _columns(
+    basis,
+    rank,
+    first,
+    WIDTH: tl.constexpr,
+    WIDE: tl.constexpr,
+    RANK: tl.constexpr,
+    DIM: tl.constexpr,
+):
     """Load WIDTH channels of the rows `rank` of the basis, from channel `first` on."""
     channel = tl.arange(0, WIDE)
     there = (rank < RANK)[:, None] & (channel < WIDTH)
@@ -92,25 +105,34 @@ def _rebuild(
     if nothing:  # a free slot of a batch has no whole basis that could be read
         return
     live = place < end
-    chunk = tl.load(chunks + this * (count // SIZE) + place // SIZE, mask=live, other=0).to(tl.int64)
+    chunk = tl.load(chunks + this * (count // SIZE) + place // SIZE, mask=live, other=0).to(
+        tl.int64
+    )
     position = chunk * SIZE + place % SIZE
-    of_head, _ = head_rows(basis, of_basis, sequence, this % GROUPS, GROUPS * RANK * DIM, RANK * DIM, DIM, ALIGNED)
+    of_head, _ = head_rows(
+        basis, of_basis, sequence, this % GROUPS, GROUPS * RANK * DIM, RANK * DIM, DIM, ALIGNED
+    )
     u, us = row_places(u, of_u, sequence, ub, us)
     cos, cs = row_places(cos, of_cos, sequence, 0, cs)
     sin, ss = row_places(sin, of_sin, sequence, 0, ss)
     there = live[:, None] & (channel < HALF)
-    c = tl.load(cos + position[:, None] * cs + channel, mask=there, other=0.0)  # early: they arrive during products
+    # early: they arrive during products
+    c = tl.load(cos + position[:, None] * cs + channel, mask=there, other=0.0)
     s = tl.load(sin + position[:, None] * ss + channel, mask=there, other=0.0)
     lower = tl.zeros([BLOCK, WIDE], tl.float32)
     upper = tl.zeros([BLOCK, WIDE], tl.float32)
     still = tl.zeros([BLOCK, REST_WIDE], tl.float32)
     for start in range(0, RANK, STEP):
         rank = start + tl.arange(0, STEP)
-        left = tl.load(u + position[:, None] * us + rank, mask=live[:, None] & (rank < RANK), other=0.0)
+        left = tl.load(
+            u + position[:, None] * us + rank, mask=live[:, None] & (rank < RANK), other=0.0
+        )
         lower += product(left, _columns(of_head, rank, 0, HALF, WIDE, RANK, DIM))
         upper += product(left, _columns(of_head, rank, HALF, HALF, WIDE, RANK, DIM))
         if DIM > 2 * HALF:
-            still += product(left, _columns(of_head, rank, 2 * HALF, DIM - 2 * HALF, REST_WIDE, RANK, DIM))
+            still += product(
+                left, _columns(of_head, rank, 2 * HALF, DIM - 2 * HALF, REST_WIDE, RANK, DIM)
+            )
     c, s = c.to(tl.float32), s.to(tl.float32)
     to = out + (this * count + place)[:, None] * DIM
     tl.store(to + channel, lower * c - upper * s, mask=there)

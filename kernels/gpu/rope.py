@@ -27,7 +27,14 @@ class NewRows(NamedTuple):
 
 
 def turned(
-    q: Tensor, k: Tensor, v: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor, batch: int, store: NewRows | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block: DecoderBlock,
+    cos: Tensor,
+    sin: Tensor,
+    batch: int,
+    store: NewRows | None,
 ) -> tuple[Tensor, Tensor]:
     """Norm the heads of q and k if the model does, rotate them (neighbouring channels become halves),
     and reorder them: q [B*T H*D], k, v [B*T G*D] -> q [B H T D], k [B G T D]. If there is a
@@ -69,7 +76,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def rotate_to(x: Tensor, cos: Tensor | Ragged, sin: Tensor | Ragged, at: Tensor, dtype: torch.dtype) -> Tensor:
+def rotate_to(
+    x: Tensor, cos: Tensor | Ragged, sin: Tensor | Ragged, at: Tensor, dtype: torch.dtype
+) -> Tensor:
     """Rotate rows x [B G T D] to the position `at` of tables of cos and sin [1 C R], in fp32, and
     return them in `dtype`, as kernels/rope.py defines it."""
     (batch, groups, tokens, dim), half = x.shape, cos.shape[2] // 2
@@ -88,14 +97,18 @@ def rotate_to_refuses(
     x: Tensor, cos: Tensor | Ragged, sin: Tensor | Ragged, at: Tensor, dtype: torch.dtype
 ) -> str | None:
     if cos.shape[2] % 2 or cos.shape[2] > x.shape[3] or dtype not in common.DTYPES:
-        return f"turns pairs of up to {x.shape[3]} channels of a float, got {cos.shape[2]} of {dtype}"
+        return (
+            f"turns pairs of up to {x.shape[3]} channels of a float, got {cos.shape[2]} of {dtype}"
+        )
     sides = common.unfit_shape(cos, len(x) if isinstance(cos, Ragged) else 1, None, None)
     sides = sides or common.unfit_shape(sin, *cos.shape) or common.unfit_numbers(at, len(x))
     return sides or common.unfit_heads(x) or common.unfit_heads(first_of(cos), first_of(sin))
 
 
 def rotate_refuses(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
-    return unfit_angles(x.shape[0], x.shape[2], x.shape[3], cos, sin) or common.unfit_heads(x, cos, sin)
+    return unfit_angles(x.shape[0], x.shape[2], x.shape[3], cos, sin) or common.unfit_heads(
+        x, cos, sin
+    )
 
 
 def unfit_angles(batch: int, tokens: int, dim: int, cos: Tensor, sin: Tensor) -> str | None:
@@ -104,7 +117,11 @@ def unfit_angles(batch: int, tokens: int, dim: int, cos: Tensor, sin: Tensor) ->
     if cos.shape[-1] % 2 or cos.shape[-1] > dim:
         return f"turns pairs of up to {dim} channels, got {cos.shape[-1]}"
     for angle in (cos, sin):
-        sizes = (angle.shape[0] if angle.shape[0] == 1 else batch, 1 if angle.shape[1] == 1 else tokens, cos.shape[-1])
+        sizes = (
+            angle.shape[0] if angle.shape[0] == 1 else batch,
+            1 if angle.shape[1] == 1 else tokens,
+            cos.shape[-1],
+        )
         if reason := common.unfit_shape(angle, *sizes):
             return reason
     return None
@@ -114,7 +131,9 @@ def _angle_steps(cos: Tensor, sin: Tensor) -> tuple[int, ...]:
     """Return four strides in entries: those of cos and of sin from one sequence to the next, then
     those of cos and of sin from one token to the next. A stride is 0 where all sequences or tokens
     share one row."""
-    return tuple(angle.stride(dim) if angle.shape[dim] > 1 else 0 for dim in (0, 1) for angle in (cos, sin))
+    return tuple(
+        angle.stride(dim) if angle.shape[dim] > 1 else 0 for dim in (0, 1) for angle in (cos, sin)
+    )
 
 
 @triton.jit
@@ -232,13 +251,17 @@ def _turn(
         to = (batch * GROUPS + group) * tokens + first
         stored = keys
         if keys is not None:
-            stored = _row_of(keys, of_keys, row, batch, group, keys_b, keys_g, keys_t, EACH, APART, ALIGNED)
+            stored = _row_of(
+                keys, of_keys, row, batch, group, keys_b, keys_g, keys_t, EACH, APART, ALIGNED
+            )
         _turn_head(
             k + token * kt + group * DIM, new_k + to * DIM, stored, k_norm, cos, sin, eps, kt, ct, st, live, DIM, HALF,
             WIDE, REST_WIDE, ROWS, NEIGHBOURS,
         )  # fmt: skip
     elif values is not None:
         group, channel = head - HEADS - GROUPS, tl.arange(0, DIM_WIDE)
-        stored = _row_of(values, of_values, row, batch, group, values_b, values_g, values_t, EACH, APART, ALIGNED)
+        stored = _row_of(
+            values, of_values, row, batch, group, values_b, values_g, values_t, EACH, APART, ALIGNED
+        )
         value = tl.load(v + token * vt + group * DIM + channel, mask=channel < DIM)
         tl.store(stored + channel, value, mask=channel < DIM)

@@ -16,7 +16,8 @@ from kernels.ragged import Ragged, first_of
 _AT_ONCE = 512  # bytes of a row that are taken at once
 _NARROW = 64  # channels of rows of which a program takes more
 _BESIDE = tl.constexpr(BESIDE)
-_TILE = 16384  # bytes of wider rows that a program takes: few, so that all multiprocessors end together
+# bytes of wider rows that a program takes: few, so that all multiprocessors end together
+_TILE = 16384
 
 
 def row_scores(q: Tensor, x: Tensor | Ragged) -> Tensor | Ragged:
@@ -58,10 +59,19 @@ def row_weights(
     return Ragged.filled_up(out, x.sizes) if isinstance(x, Ragged) else out
 
 
-def add_received(sums: Tensor, q: Tensor, k: Tensor | Ragged, lse: Tensor, scale: float, live: Tensor | None) -> None:
+def add_received(
+    sums: Tensor, q: Tensor, k: Tensor | Ragged, lse: Tensor, scale: float, live: Tensor | None
+) -> None:
     """Add to sums [B G C] the attention weights that queries q [B H 1 D] give the keys k [B G S D],
     as kernels/reference.py defines it, in one pass over the keys."""
-    _run(q.view(*k.shape[:2], -1, q.shape[3]), k, sums, live=live, scale=scale, whole=lse.contiguous())
+    _run(
+        q.view(*k.shape[:2], -1, q.shape[3]),
+        k,
+        sums,
+        live=live,
+        scale=scale,
+        whole=lse.contiguous(),
+    )
 
 
 def _run(
@@ -72,7 +82,8 @@ def _run(
     each block of them, [B*G*g blocks], the largest one, or with a `scale` the log-sum-exp of all
     times `scale`. `whole` [B H]: as in the kernel."""
     (batch, groups, heads, channels), count = q.shape, x.shape[2]
-    width, counts = 2 * channels if by_sign else channels, x.counts if isinstance(x, Ragged) else None
+    width = 2 * channels if by_sign else channels
+    counts = x.counts if isinstance(x, Ragged) else None
     by_channel = first_of(x).stride(3) != 1
     first, places, aligned = located(x.mT if by_channel else x)
     size = first.element_size()
@@ -80,7 +91,9 @@ def _run(
     block, warps = _TILE // (step * size), size
     if step <= _NARROW:  # rows that are read entry by entry take many registers
         block, warps = 512 // size if by_channel or width == step else 64, 4
-    of_blocks = q.new_empty((batch * groups * heads, triton.cdiv(count, block)), dtype=torch.float32)
+    of_blocks = q.new_empty(
+        (batch * groups * heads, triton.cdiv(count, block)), dtype=torch.float32
+    )
     tops = of_blocks if scale is None and live is not None else None
     lses = of_blocks if scale is not None and whole is None else None
     if out.numel():
@@ -128,7 +141,9 @@ def _unfit(q: Tensor, x: Tensor | Ragged, width: int) -> str | None:
     first = first_of(x)
     sizes = x.sizes if isinstance(x, Ragged) else (x.shape[2],)
     if first.stride(3) != 1 and (first.stride(2) != 1 or any(size % BESIDE for size in sizes)):
-        return f"needs the channels of a row side by side, or a multiple of {BESIDE} rows of a channel"
+        return (
+            f"needs the channels of a row side by side, or a multiple of {BESIDE} rows of a channel"
+        )
     sides = common.unfit_shape(x, *q.shape[:2], None, None if isinstance(x, Ragged) else width)
     return sides or common.unfit_floats(q, first) or common.unfit_group(q.shape[2])
 
@@ -177,8 +192,11 @@ def _scores(
                 if places is not None:
                     some = tl.max(tl.abs(query.to(tl.float32)), 0) > 0
                     read = channel < tl.max(tl.where(some, channel + 1, 0), 0)
-                there = read[:, None] & (row // _BESIDE * _BESIDE < count)  # whole vectors are loaded
-                tile = tl.load(rows + channel[:, None].to(tl.int64) * apart + row, mask=there, other=0.0)
+                # whole vectors are loaded
+                there = read[:, None] & (row // _BESIDE * _BESIDE < count)
+                tile = tl.load(
+                    rows + channel[:, None].to(tl.int64) * apart + row, mask=there, other=0.0
+                )
                 scores += product(query, tile)
             else:
                 there = (row < count)[:, None] & (channel < WIDTH)
@@ -194,7 +212,9 @@ def _scores(
     if whole is not None:
         lse, to = tl.load(whole + of_head, mask=head < HEADS, other=0.0), out + this * width + row
         weights = tl.where((head < HEADS)[:, None], tl.exp(scores * scale - lse[:, None]), 0.0)
-        tl.store(to, tl.load(to, mask=row < count, other=0.0) + tl.sum(weights, 0), mask=row < count)
+        tl.store(
+            to, tl.load(to, mask=row < count, other=0.0) + tl.sum(weights, 0), mask=row < count
+        )
     else:
         to = out + of_head[:, None] * width + row
         tl.store(to, scores, mask=(head < HEADS)[:, None] & (row < end))

@@ -22,7 +22,8 @@ from kernels.gpu.common import DTYPES, padded, unfit
 from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged, too_few
 
-_PIECE = 1024  # entries that a program holds, at least; eight times as many as are wanted of a piece
+# entries that a program holds, at least; eight times as many as are wanted of a piece
+_PIECE = 1024
 _HELD = 4096  # and at most
 _ALONE = 16384  # entries that a program holds if that saves the launches of a search by bytes
 _MOST_PIECES = 64  # of a row that is searched by bytes
@@ -41,7 +42,9 @@ def top_k(scores: Tensor | Ragged, count: int | PerSequence) -> Tensor | Ragged:
     """Find the indices of the `count` largest scores of each row, as kernels/reference.py defines
     it; among equal scores the first in the row. [... S] -> [... count]"""
     whole, sizes = (scores.whole, scores.counts) if isinstance(scores, Ragged) else (scores, None)
-    counts, most = (count.on(whole.device), count.most) if isinstance(count, PerSequence) else (None, count)
+    counts, most = (
+        (count.on(whole.device), count.most) if isinstance(count, PerSequence) else (None, count)
+    )
     rows = (whole if whole.stride(-1) == 1 else whole.contiguous()).flatten(0, -2)
     out = torch.empty((len(rows), most), dtype=torch.int64, device=whole.device)
     if out.numel():
@@ -60,7 +63,9 @@ def top_k_refuses(scores: Tensor | Ragged, count: int | PerSequence) -> str | No
     if isinstance(scores, Ragged) and scores.dim != len(scores.shape) - 1:
         return "takes scores that differ in their last dimension"
     if scores.dtype not in DTYPES or len(scores.shape) < 2:
-        return f"takes rows of float32, bfloat16 and float16, got {scores.dtype} {list(scores.shape)}"
+        return (
+            f"takes rows of float32, bfloat16 and float16, got {scores.dtype} {list(scores.shape)}"
+        )
     if too_few(scores, count):
         return "leaves the error for too large a count to torch"
     return unfit(scores.whole if isinstance(scores, Ragged) else scores)
@@ -81,7 +86,13 @@ def _cuts(size: int, count: int) -> list[int]:
 
 
 def _select(
-    x: Tensor, names: Tensor | None, count: int, pieces: int, lists: int, sizes: Tensor | None, counts: Tensor | None
+    x: Tensor,
+    names: Tensor | None,
+    count: int,
+    pieces: int,
+    lists: int,
+    sizes: Tensor | None,
+    counts: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Find the `count` best entries of each of `pieces` pieces of the rows x [N S]. Return their
     indices, or with `names` [N S] what stands there at these indices; and their keys (integers in
@@ -93,7 +104,9 @@ def _select(
     rows but no results, with the least of keys."""
     rows, size = x.shape
     out = torch.empty((rows, pieces * count), dtype=torch.int64, device=x.device)
-    keys = torch.empty((rows, pieces * count if pieces > 1 else 0), dtype=torch.int32, device=x.device)
+    keys = torch.empty(
+        (rows, pieces * count if pieces > 1 else 0), dtype=torch.int32, device=x.device
+    )
     wide = padded(triton.cdiv(size, pieces))
     _best[(rows, pieces)](
         x, names, out, keys if pieces > 1 else None, sizes, counts, x.stride(0), size, count, lists, wide,
@@ -110,7 +123,9 @@ def pieces_of(rows: int, size: int) -> tuple[int, int, int]:
     return triton.cdiv(size, tile * tiles), tiles, tile
 
 
-def _search_bytes(x: Tensor, out: Tensor, lists: int, sizes: Tensor | None, counts: Tensor | None) -> None:
+def _search_bytes(
+    x: Tensor, out: Tensor, lists: int, sizes: Tensor | None, counts: Tensor | None
+) -> None:
     """Write the indices of the best entries of the rows x [N S] to `out` [N count]. `lists`,
     `sizes` and `counts`: as in `_select`."""
     rows, size = x.shape
@@ -155,7 +170,9 @@ def kth_largest(keys, times, count):
         low, middle, high = least ^ bit, least ^ (bit << 1), least ^ bit ^ (bit << 1)
         reached = tl.where(keys >= low, once, 0) + (tl.where(keys >= middle, once, 0) << _FIELD)
         reached = tl.sum(reached + (tl.where(keys >= high, once, 0) << (2 * _FIELD)))
-        of_low, of_middle, of_high = reached & MOST, (reached >> _FIELD) & MOST, reached >> (2 * _FIELD)
+        of_low = reached & MOST
+        of_middle = (reached >> _FIELD) & MOST
+        of_high = reached >> (2 * _FIELD)
         upper = tl.where(of_high >= count, high, middle)
         least = tl.where(of_middle >= count, upper, tl.where(of_low >= count, low, least))
         exact = (of_low == count) | (of_middle == count) | (of_high == count)
@@ -172,7 +189,12 @@ def placed(is_larger, is_equal, larger, equal, need):
     before = tl.cumsum(both, 0) - both
     ties, total = equal + (before >> 16), tl.sum(both, 0)
     place = larger + (before & 0xFFFF) + tl.minimum(ties, need)
-    return place, is_larger | (is_equal & (ties < need)), larger + (total & 0xFFFF), equal + (total >> 16)
+    return (
+        place,
+        is_larger | (is_equal & (ties < need)),
+        larger + (total & 0xFFFF),
+        equal + (total >> 16),
+    )
 
 
 @triton.jit
@@ -194,7 +216,8 @@ def _best(
     row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     room = count
     size, count = own_number(sizes, row // LISTS, size), own_number(counts, row // LISTS, count)
-    first = (piece.to(tl.int64) * size // pieces).to(tl.int32)  # the product may exceed 2^31, though the place does not
+    # the product may exceed 2^31, though the place does not
+    first = (piece.to(tl.int64) * size // pieces).to(tl.int32)
     end = ((piece + 1).to(tl.int64) * size // pieces).to(tl.int32)
     x += row * xt
     whole = first + tl.arange(0, BLOCK)
@@ -207,8 +230,14 @@ def _best(
         at = start + tl.arange(0, STEP)
         live = at < end
         key = _keys(x, at, live)
-        place, taken, larger, equal = placed(key > least, (key == least) & live, larger, equal, need)
-        tl.store(out + to + place, at if names is None else tl.load(names + row * size + at, mask=taken), mask=taken)
+        place, taken, larger, equal = placed(
+            key > least, (key == least) & live, larger, equal, need
+        )
+        tl.store(
+            out + to + place,
+            at if names is None else tl.load(names + row * size + at, mask=taken),
+            mask=taken,
+        )
         if keys is not None:
             tl.store(keys + to + place, key, mask=taken)
     if sizes is not None or counts is not None:
@@ -259,7 +288,10 @@ def _count(
         prefix, need, _ = _found(earlier, found, count, pieces, BYTE - 1, PIECES)
         before = tl.load(earlier + piece * _BINS + value)
         last = prefix & (_BINS - 1)
-        tl.store(larger + ((BYTE - 1) * rows + row) * pieces + piece, tl.sum(tl.where(value < last, before, 0), 0))
+        tl.store(
+            larger + ((BYTE - 1) * rows + row) * pieces + piece,
+            tl.sum(tl.where(value < last, before, 0), 0),
+        )
         left = tl.sum(tl.where(value == last, before, 0), 0)
         if piece == 0:
             tl.store(found + 2 * BYTE - 2, prefix)
@@ -272,7 +304,8 @@ def _count(
             if BYTE > 0:
                 live &= ((key >> (32 - 8 * BYTE)) & ((1 << (8 * BYTE)) - 1)) == prefix
             this = (key >> (24 - 8 * BYTE)) & (_BINS - 1)
-            if BYTE > 1 and left <= _FEW:  # one by one: a histogram takes as long for entries that are masked
+            # one by one: a histogram takes as long for entries that are masked
+            if BYTE > 1 and left <= _FEW:
                 places = tl.where(live, tl.arange(0, TILE) * _BINS + this, _NONE)
                 place = tl.min(places, 0)
                 while place != _NONE:
@@ -293,10 +326,16 @@ def _place(
     row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     room = count
     size, count = own_number(sizes, row // LISTS, size), own_number(counts, row // LISTS, count)
-    rows, byte, each = tl.num_programs(0).to(tl.int64), tl.arange(0, _BYTES)[:, None], tl.arange(0, PIECES)
+    rows = tl.num_programs(0).to(tl.int64)
+    byte = tl.arange(0, _BYTES)[:, None]
+    each = tl.arange(0, PIECES)
     last = tables + (row + (_BYTES - 1) % 2 * rows) * pieces * _BINS
     down, need, table = _found(last, found + row * (2 * _BYTES), count, pieces, _BYTES - 1, PIECES)
-    known = tl.load(larger + (byte * rows + row) * pieces + each, mask=(byte < _BYTES - 1) & (each < piece), other=0)
+    known = tl.load(
+        larger + (byte * rows + row) * pieces + each,
+        mask=(byte < _BYTES - 1) & (each < piece),
+        other=0,
+    )
     value, before = tl.arange(0, _BINS), (each < piece)[:, None]
     above = tl.sum(known) + tl.sum(tl.where(before & (value < (down & (_BINS - 1))), table, 0))
     equal = tl.sum(tl.where(before & (value == (down & (_BINS - 1))), table, 0))
@@ -305,7 +344,9 @@ def _place(
         at = tile * TILE + tl.arange(0, TILE)
         live = at < size
         key = _keys(x + row * xt, at, live)
-        place, taken, above, equal = placed((key > least) & live, (key == least) & live, above, equal, need)
+        place, taken, above, equal = placed(
+            (key > least) & live, (key == least) & live, above, equal, need
+        )
         tl.store(out + row * room + place, at.to(tl.int64), mask=taken)
     if sizes is not None or counts is not None:
         fill(out + row * room, tl.minimum(count, size), room, piece, pieces, TILE)

@@ -31,7 +31,8 @@ from methods.base import Ability, Budget, Method
 from methods.tiers.codec import Codec
 
 A = TypeVar("A", bound=Ability)
-APART: Mapping[tuple[type[Ability], type[Ability]], str] = {  # of a method, of a setting: why not both
+# of a method, of a setting: why not both
+APART: Mapping[tuple[type[Ability], type[Ability]], str] = {
     (CountedAnswer, BoundedAnswer): "its budget counts them already",
     (CountedAnswer, KeptCodec): "drops rows one by one, which a codec writes together",
     (CountedAnswer, Mass): "its budget counts prompt and answer, and a step reads all of both",

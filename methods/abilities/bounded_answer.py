@@ -38,7 +38,9 @@ class BoundedAnswer(Ability):
 
     def error(self, method: Method, why: str) -> ValueError:
         name = type(method).__name__
-        return BudgetError(f"{name} takes no budget of generated tokens, for {why}: leave out budget_generated.")
+        return BudgetError(
+            f"{name} takes no budget of generated tokens, for {why}: leave out budget_generated."
+        )
 
     def start(self, layer: KVLayer) -> AnswerBound:
         return AnswerBound()
@@ -80,7 +82,11 @@ class AnswerBound(AbilityState, capturable=True, of_each={}):
         tokens than it allows."""
         bound, request = self.asked(), self.request
         longest = self.store.length + request.capacity - self.layer.seen
-        return bound if bound is not None and (request.grows or longest > bound.first + bound.most) else None
+        return (
+            bound
+            if bound is not None and (request.grows or longest > bound.first + bound.most)
+            else None
+        )
 
     def after_seal(self) -> bool:
         self.bound = bound = self.reached()
@@ -93,7 +99,11 @@ class AnswerBound(AbilityState, capturable=True, of_each={}):
         self.bound = None
 
     def capture_refusal(self) -> str | None:
-        return None if self.bound is None else f"{self.what} lets some steps drop tokens and others not"
+        return (
+            None
+            if self.bound is None
+            else f"{self.what} lets some steps drop tokens and others not"
+        )
 
     def before_step(self) -> None:
         bound, layer = self.bound, self.layer

@@ -46,4 +46,6 @@ def encode(layer: Layer) -> None:
     heads = layer.store.per_head()
     layer.far, layer.first_far = PerHeadPool(layer.spec, layer.cache, heads), 0
     keys, values = [k[:0] for k, _ in heads], [v[:0] for _, v in heads]
-    layer.store = PerHeadStore(layer.spec, layer.cache, keys, values, layer.request.capacity - layer.seen)
+    layer.store = PerHeadStore(
+        layer.spec, layer.cache, keys, values, layer.request.capacity - layer.seen
+    )

@@ -37,7 +37,9 @@ class LastQueries(Keep, capturable=True, of_each={}):
 
     def close(self, evicted: int) -> None:
         states = self.layer.states
-        if not any(isinstance(state, CountedBound) and state.reached() is not None for state in states):
+        if not any(
+            isinstance(state, CountedBound) and state.reached() is not None for state in states
+        ):
             self.queries = None
 
     def reopen(self) -> None:
@@ -58,7 +60,9 @@ class EvictsWhileDecoding(PolicyMethod):
     def cost(self, case: LayerWorkload) -> Cost:
         bounded = self._bounded(case)
         queries = self.window * case.query_bytes if bounded.reserve < case.reserve else 0
-        return costs.evict(bounded, case.sealed if self.reads_whole(case) else case.budget) + Cost(queries)
+        return costs.evict(bounded, case.sealed if self.reads_whole(case) else case.budget) + Cost(
+            queries
+        )
 
     def _bounded(self, case: LayerWorkload) -> LayerWorkload:
         """Return `case` with room for no more generated tokens than a budget of prompt and answer
@@ -68,4 +72,6 @@ class EvictsWhileDecoding(PolicyMethod):
             rows = case.budget
         if counted is None or rows is None or rows < self.smallest_budget:
             return case
-        return replace(case, reserve=min(case.reserve, rows + counted.extra_rows - min(case.sealed, rows)))
+        return replace(
+            case, reserve=min(case.reserve, rows + counted.extra_rows - min(case.sealed, rows))
+        )

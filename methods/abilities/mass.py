@@ -36,7 +36,9 @@ class Mass(Ability):
     """Let a step read only as many of its chosen tokens as carry `share` of their estimated weights.
     The setting `budget_mass` adds it, as `Budget.mass`."""
 
-    lacking: ClassVar[str | None] = "it has no second stage that prunes what it chose by estimated weights"
+    lacking: ClassVar[str | None] = (
+        "it has no second stage that prunes what it chose by estimated weights"
+    )
     share: float
 
     def error(self, method: Method, why: str) -> ValueError:
@@ -49,7 +51,9 @@ class Mass(Ability):
         return Pruned(self.share)
 
 
-class Pruned(ChoiceWeights, capturable=True, of_each={"key_codes": 2, "key_ranges": 2, "choices_read": None}):
+class Pruned(
+    ChoiceWeights, capturable=True, of_each={"key_codes": 2, "key_ranges": 2, "choices_read": None}
+):
     """Hold copies of the keys of all candidates in 4 bits, and give minus infinity as log-weight to
     those chosen tokens that the share of the weights does not need."""
 
@@ -82,12 +86,16 @@ class Pruned(ChoiceWeights, capturable=True, of_each={"key_codes": 2, "key_range
         if absent is not None:
             chosen = chosen.masked_fill(absent, 0)
         grouped = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
-        logits = estimated_logits(grouped, self.key_codes, self.key_ranges, chosen) * self.spec.scale
+        logits = (
+            estimated_logits(grouped, self.key_codes, self.key_ranges, chosen) * self.spec.scale
+        )
         if absent is not None:
             logits = logits.masked_fill(absent.unsqueeze(2), float("-inf"))
         always = always_lse(self._reads.always_read(), grouped, self.spec).view(logits.shape[:3])
         read = carrying(logits, always, self.share)
-        self.log_weights = torch.zeros(read.shape, device=q.device).masked_fill(~read, float("-inf"))
+        self.log_weights = torch.zeros(read.shape, device=q.device).masked_fill(
+            ~read, float("-inf")
+        )
 
     @property
     def bytes_read(self) -> int:

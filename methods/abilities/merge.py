@@ -38,7 +38,9 @@ class Merge(Ability):
 
     def error(self, method: Method, why: str) -> ValueError:
         name = type(method).__name__
-        return ValueError(f"{name} takes no merge={self.rule}, for {why}: leave it out, or choose TOVA or R-KV.")
+        return ValueError(
+            f"{name} takes no merge={self.rule}, for {why}: leave it out, or choose TOVA or R-KV."
+        )
 
     def start(self, layer: KVLayer) -> Merging:
         assert isinstance(layer, Layer)
@@ -54,7 +56,10 @@ class Merging(AbilityState, capturable=True, of_each={}):
     def after_seal(self) -> bool:
         self.received = None
         self.noted = self.layer.seen  # the prompt's last query is not of the answer
-        return any(isinstance(state, CountedBound) and state.bound is not None for state in self.layer.states)
+        return any(
+            isinstance(state, CountedBound) and state.bound is not None
+            for state in self.layer.states
+        )
 
     def before_step(self) -> None:
         """Add the weights of the last step, whose query the layer's policy has kept."""
@@ -62,7 +67,8 @@ class Merging(AbilityState, capturable=True, of_each={}):
             return
         self.noted = self.layer.seen
         queries = self.layer.keeps.queries[:, :, -1:]
-        weights = column_sums(queries, self.store.k, self.spec.scale, self.spec.sink_logits)  # [B H S]
+        # [B H S]
+        weights = column_sums(queries, self.store.k, self.spec.scale, self.spec.sink_logits)
         weights = weights.unflatten(1, (self.spec.num_kv_heads, -1)).mean(2)
         if self.received is not None:
             known = self.received.shape[2]
@@ -74,10 +80,15 @@ class Merging(AbilityState, capturable=True, of_each={}):
         self.before_step()
         if self.received is None:
             return
-        gone = torch.ones_like(self.received).scatter_(2, rows, 0).argsort(dim=2, descending=True, stable=True)
+        gone = (
+            torch.ones_like(self.received)
+            .scatter_(2, rows, 0)
+            .argsort(dim=2, descending=True, stable=True)
+        )
         gone = gone[..., : count - rows.shape[2]].contiguous()  # [B G E], ascending
         after = torch.searchsorted(rows.contiguous(), gone, right=True)
-        places = after.unsqueeze(3) + torch.arange(NEIGHBOURS, device=rows.device)  # among the rows that stay
+        # among the rows that stay
+        places = after.unsqueeze(3) + torch.arange(NEIGHBOURS, device=rows.device)
         there = places < rows.shape[2]  # [B G E N]
         number = there.sum(3)
         places = places.clamp(max=rows.shape[2] - 1).flatten(2)
@@ -87,7 +98,9 @@ class Merging(AbilityState, capturable=True, of_each={}):
         share = drawn / number.clamp(min=1)
         values = self.store.v
         wide = (*rows.shape, values.shape[3])
-        moved = values.gather(2, gone.unsqueeze(3).expand(*gone.shape, wide[3])) * share.unsqueeze(3)
+        moved = values.gather(2, gone.unsqueeze(3).expand(*gone.shape, wide[3])) * share.unsqueeze(
+            3
+        )
         moved = (moved.unsqueeze(3) * there.unsqueeze(4)).flatten(2, 3)  # [B G E*N D]
         kept = values.gather(2, rows.unsqueeze(3).expand(wide)).float()
         merged = kept.scatter_add_(2, places.unsqueeze(3).expand(moved.shape), moved.float())
@@ -98,4 +111,6 @@ class Merging(AbilityState, capturable=True, of_each={}):
         """Return 1 with each of these chances [B G E], else 0, the same in every sequence."""
         seed = self.layer.seen * self.spec.num_layers + self.spec.index
         draw = torch.Generator().manual_seed(seed)
-        return (torch.rand(1, *chances.shape[1:], generator=draw).to(chances.device) < chances).float()
+        return (
+            torch.rand(1, *chances.shape[1:], generator=draw).to(chances.device) < chances
+        ).float()

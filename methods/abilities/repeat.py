@@ -25,7 +25,8 @@ class RepeatPrompts:
 
     head: tuple[int, ...] = ()  # what the chat template puts before a text, which is not repeated
     first: tuple[int, ...] = ()  # asks for the first piece of the text
-    later: tuple[int, ...] = ()  # asks for another piece; the last tokens of the piece before follow
+    # asks for another piece; the last tokens of the piece before follow
+    later: tuple[int, ...] = ()
     answer: tuple[int, ...] = ()  # ends the question and opens the answer
 
 
@@ -61,14 +62,19 @@ class Repeat(Ability):
         template = like(prompts.head[: prompt.shape[1] - 1])  # the last token is always repeated
         heads = (prompt[:, : len(template)] == template).cumprod(1).sum(1).tolist()
         if len({*heads}) > 1:
-            raise ValueError(f"Rows begin with {heads} tokens of the chat template: give KVzip one prompt at a time.")
+            raise ValueError(
+                f"Rows begin with {heads} tokens of the chat template: give KVzip one prompt at a time."
+            )
         head = heads[0]
         for first in range(head, prompt.shape[1], self.chunk):
             piece = prompt[:, first : first + self.chunk]
             asked = like(prompts.first if first == head else prompts.later).expand(len(prompt), -1)
             before = prompt[:, max(head, first - BEFORE) : first]
             answer = like(prompts.answer).expand(len(prompt), -1)
-            yield torch.cat([asked, before, answer, piece], 1), Piece(head, first, first + piece.shape[1])
+            yield (
+                torch.cat([asked, before, answer, piece], 1),
+                Piece(head, first, first + piece.shape[1]),
+            )
 
     def tokens(self, sealed: int) -> int:
         """Return how many tokens the model reads at a time, at most, when it repeats a prompt of
@@ -83,7 +89,9 @@ def attend_again(layer: KVLayer, x: AttnInput, piece: Piece) -> Tensor:
     if not isinstance(layer, Layer):
         repeat = getattr(layer, "repeat", None)
         if repeat is None:
-            raise NotImplementedError(f"{type(layer).__name__} cannot see its prompt repeated: write `repeat`.")
+            raise NotImplementedError(
+                f"{type(layer).__name__} cannot see its prompt repeated: write `repeat`."
+            )
         out: Tensor = repeat(x)
         return out
     for policy in layer.policies:

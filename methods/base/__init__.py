@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from methods.base.cost import Cost, CostError, LayerWorkload
 from methods.base.layer import Attended, KVLayer, over_steps
-from methods.base.method import Ability, Grids, Method, Takes, paper_differs, refuse_other_than_method
+from methods.base.method import (
+    Ability,
+    Grids,
+    Method,
+    Takes,
+    paper_differs,
+    refuse_other_than_method,
+)
 from methods.base.request import AttnInput, LayerSpec, NextRow, Request
 from methods.base.state import CacheState, Checks
 from methods.budget import Budget, BudgetError, PaperBudget, Plan, check_layers

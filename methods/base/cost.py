@@ -23,8 +23,10 @@ class LayerWorkload:
     element_bytes: int
     reserve: int = 0  # rows kept free for generated tokens
     codec: Codec | None = None  # encodes the tokens in a pool
-    estimated: bool = False  # keys lie on the device in 4 bits, too, to estimate weights (`Budget.mass`)
-    rows: int | None = None  # what a KV head may hold of prompt and answer, if the budget counts both (`Budget.rows`)
+    # keys lie on the device in 4 bits, too, to estimate weights (`Budget.mass`)
+    estimated: bool = False
+    # what a KV head may hold of prompt and answer, if the budget counts both (`Budget.rows`)
+    rows: int | None = None
 
     @property
     def capacity(self) -> int:
@@ -74,10 +76,15 @@ class Cost:
         given for a tier that does not exist."""
         for tier in self.away:
             tier_of(tier)
-        return {tier: self.device_bytes if tier == DEVICE else self.away.get(tier, 0) for tier in TIERS}
+        return {
+            tier: self.device_bytes if tier == DEVICE else self.away.get(tier, 0) for tier in TIERS
+        }
 
     def __add__(self, other: Cost) -> Cost:
-        away = {tier: self.away.get(tier, 0) + other.away.get(tier, 0) for tier in (*self.away, *other.away)}
+        away = {
+            tier: self.away.get(tier, 0) + other.away.get(tier, 0)
+            for tier in (*self.away, *other.away)
+        }
         moved = self.moved_bytes_per_step + other.moved_bytes_per_step
         read = self.read_bytes_per_step + other.read_bytes_per_step
         return Cost(self.device_bytes + other.device_bytes, moved, away, read)

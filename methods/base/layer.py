@@ -22,7 +22,9 @@ class Attended(NamedTuple):
     generated: float  # tokens since the seal, the current one included
 
 
-def over_steps(steps: int, prompt: float | Tensor, generated: float | Tensor) -> tuple[float | Tensor, float | Tensor]:
+def over_steps(
+    steps: int, prompt: float | Tensor, generated: float | Tensor
+) -> tuple[float | Tensor, float | Tensor]:
     """Return the prompt tokens and generated tokens that `steps` steps have read, of which the last
     one read so many: the same of the prompt, and one generated token more than the step before."""
     return prompt * steps, generated * steps - steps * (steps - 1) // 2
@@ -40,7 +42,8 @@ class KVLayer(ABC):
     Python or wait for the device."""
 
     capturable: ClassVar[bool] = False
-    diagnostics: ClassVar[tuple[str, ...]] = ()  # attributes for the record that do not count as bytes of the cache
+    # attributes for the record that do not count as bytes of the cache
+    diagnostics: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, *, capturable: bool = False, **more: object) -> None:
         super().__init_subclass__(**more)
@@ -120,7 +123,9 @@ class KVLayer(ABC):
     def grow(self, more: int) -> None:
         """Make room for `more` tokens beyond the request's capacity. Tensors are moved, so decode
         steps that were captured in a CUDA graph must not be replayed any more."""
-        self.request = self.cache.request = replace(self.request, capacity=self.request.capacity + more)
+        self.request = self.cache.request = replace(
+            self.request, capacity=self.request.capacity + more
+        )
 
     def reopen(self) -> None:  # noqa: B027 (most layers hold all they have on the device)
         """Undo what `seal` moved, such as tokens on another tier, before a further turn of the
@@ -131,12 +136,16 @@ class KVLayer(ABC):
         tensors are views: copy what should outlive the layer. A tensor whose name has a part `far`
         lies away from the device and may stay there; others are put on the device when they are
         restored."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be saved between turns: write `state` and `restore`.")
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot be saved between turns: write `state` and `restore`."
+        )
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Take over, in a layer that has seen no token, what another layer's `state` returned, so
         that a further turn may begin."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be restored: write `state` and `restore`.")
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot be restored: write `state` and `restore`."
+        )
 
     def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
         """Return what is left of `state`, except keys, values and positions, when a conversation's
@@ -154,4 +163,6 @@ class KVLayer(ABC):
     def count_replayed(self, steps: int) -> None:
         """Add `steps` to what this layer counts in Python, such as its number of tokens: so many
         steps were replayed from a captured one, which does not call `decode`."""
-        raise NotImplementedError(f"{type(self).__name__} is capturable and must count the steps that are replayed.")
+        raise NotImplementedError(
+            f"{type(self).__name__} is capturable and must count the steps that are replayed."
+        )

@@ -15,7 +15,8 @@ from methods.base.state import CacheState
 from methods.budget import Budget, BudgetError
 
 Grids = Mapping[str, Sequence[Any]]  # parameter -> values
-LONG, SOME = 1 << 20, 1 << 10  # tokens of a prompt longer than all sinks and windows, and of a budget
+# tokens of a prompt longer than all sinks and windows, and of a budget
+LONG, SOME = 1 << 20, 1 << 10
 
 
 class _TupleForList(ABCMeta):
@@ -36,8 +37,10 @@ class Ability:
     method lists (`Method.abilities`) or a setting adds (`Request.abilities`). methods/abilities
     explains the hooks and has one file for each."""
 
-    lacking: ClassVar[str | None] = None  # why a method cannot have it that does not say that it takes it
-    budgets: ClassVar[str | None] = None  # what it makes the method's budget count; None: prompt tokens
+    # why a method cannot have it that does not say that it takes it
+    lacking: ClassVar[str | None] = None
+    # what it makes the method's budget count; None: prompt tokens
+    budgets: ClassVar[str | None] = None
 
     @classmethod
     def refusal(cls, method: Method) -> str | None:
@@ -67,13 +70,20 @@ class Method(metaclass=_TupleForList):
     reads the union of its group, which is counted too."""
 
     uses_budget: ClassVar[bool] = True
-    dense_prefill: ClassVar[bool] = True  # the prompt's outputs equal Full's, so prefills can be shared
-    closes_early: ClassVar[bool] = False  # a layer seals as soon as its prompt is complete, wherever its rows lie
-    rows_stay: ClassVar[bool] = False  # from turn to turn, keys and values stay as the model computed them
-    abilities: ClassVar[tuple[Ability, ...]] = ()  # those that it has whatever the settings (methods/abilities)
-    takes: ClassVar[Takes] = {}  # those that settings give it: None, or the reason for which it cannot have one
-    window_names: ClassVar[Mapping[str, str]] = {}  # its own names for `sinks` and `recent_ratio`, if it has them
-    tunable: ClassVar[Grids] = {}  # parameter -> values that harness.tune tries; none changes what the budget limits
+    # the prompt's outputs equal Full's, so prefills can be shared
+    dense_prefill: ClassVar[bool] = True
+    # a layer seals as soon as its prompt is complete, wherever its rows lie
+    closes_early: ClassVar[bool] = False
+    # from turn to turn, keys and values stay as the model computed them
+    rows_stay: ClassVar[bool] = False
+    # those that it has whatever the settings (methods/abilities)
+    abilities: ClassVar[tuple[Ability, ...]] = ()
+    # those that settings give it: None, or the reason for which it cannot have one
+    takes: ClassVar[Takes] = {}
+    # its own names for `sinks` and `recent_ratio`, if it has them
+    window_names: ClassVar[Mapping[str, str]] = {}
+    # parameter -> values that harness.tune tries; none changes what the budget limits
+    tunable: ClassVar[Grids] = {}
 
     @property
     def offloads(self) -> bool:
@@ -117,10 +127,14 @@ class Method(metaclass=_TupleForList):
         """Return this method with other values for the parameters that the settings `sinks` (first
         tokens) and `recent_ratio` (share of the rest for the window at the end) name, so far as it
         has such parameters; None leaves a value as it is."""
-        given = {own: asked[name] for name, own in self.window_names.items() if asked[name] is not None}
+        given = {
+            own: asked[name] for name, own in self.window_names.items() if asked[name] is not None
+        }
         return replace(self, **given) if given else self  # type: ignore[type-var]
 
-    def prepare(self, specs: Sequence[LayerSpec], observe: Callable[[int], Iterator[AttnInput]]) -> object:
+    def prepare(
+        self, specs: Sequence[LayerSpec], observe: Callable[[int], Iterator[AttnInput]]
+    ) -> object:
         """Compute what a method needs once per model, such as offline statistics; its layers then
         find the result in `Request.prepared`. `observe(tokens)` runs calibration text and yields
         each layer's input."""
@@ -161,7 +175,9 @@ class Method(metaclass=_TupleForList):
         """Return by formula what a layer holds, and what a step moves and reads. Where the moved
         bytes depend on the text, they are an upper bound. Raises `CostError` if the method declares
         no formula."""
-        raise CostError(f"{type(self).__name__} declares no cost, so align=tokens is all it can do.")
+        raise CostError(
+            f"{type(self).__name__} declares no cost, so align=tokens is all it can do."
+        )
 
     def at_communication(self, share: float, head_dim: int) -> Method:
         """Return this method with its parameters set so that choosing tokens moves `share` of the
@@ -202,7 +218,9 @@ class Method(metaclass=_TupleForList):
         tokens = budget.tokens(LONG, layer)
         if tokens < self.smallest_budget:
             has_parameters = bool(getattr(self, "__dataclass_fields__", ()))
-            rows = next((ability.budgets for ability in self.abilities if ability.budgets), "prompt tokens")
+            rows = next(
+                (ability.budgets for ability in self.abilities if ability.budgets), "prompt tokens"
+            )
             needs = "its sinks and windows need" if has_parameters else "it needs at least"
             smaller = ", or make the method's windows smaller" * has_parameters
             raise BudgetError(
@@ -222,5 +240,7 @@ def refuse_other_than_method(given: object) -> None:
     is a method's name, or its class."""
     if isinstance(given, Method):
         return
-    what = f"{given.__name__} is a class" if isinstance(given, type) else f"{given!r} is not a method"
+    what = (
+        f"{given.__name__} is a class" if isinstance(given, type) else f"{given!r} is not a method"
+    )
     raise ValueError(f"{what}: pass an instance of a method, as SnapKV().")

@@ -38,12 +38,17 @@ class LayerSpec:
     num_kv_heads: int
     head_dim: int
     scale: float  # factor of the logits, usually head_dim ** -0.5
-    rope: Callable[[Tensor], tuple[Tensor, Tensor]]  # positions [P] -> cos, sin, each [1 P R], of this layer
-    project_query: Callable[[Tensor], Tensor]  # this layer's [B T E] input -> q [B H T D] before the rotation
-    window: int | None = None  # how many tokens one sees, itself included; None: all, as in a method's layers
-    sink_logits: Tensor | None = field(default=None, compare=False)  # [H] fp32 (kernels/sink_logits.py)
+    # positions [P] -> cos, sin, each [1 P R], of this layer
+    rope: Callable[[Tensor], tuple[Tensor, Tensor]]
+    # this layer's [B T E] input -> q [B H T D] before the rotation
+    project_query: Callable[[Tensor], Tensor]
+    # how many tokens one sees, itself included; None: all, as in a method's layers
+    window: int | None = None
+    # [H] fp32 (kernels/sink_logits.py)
+    sink_logits: Tensor | None = field(default=None, compare=False)
     device: torch.device | None = None  # where its weights are; None: the request's device
-    rotary_dim: int | None = None  # R, how many channels of a head are rotated, the first ones; None: all
+    # R, how many channels of a head are rotated, the first ones; None: all
+    rotary_dim: int | None = None
     unknown: tuple[str, ...] = ()  # what could not be found out of a model: ROTATION, QUERIES
     rope_like: int = 0  # the first of the method's layers that has this layer's `rope`
 
@@ -76,7 +81,8 @@ class Request:
     abilities: tuple[Any, ...] = ()  # `Ability` objects that settings give the method
     disk: Path | None = None  # the folder for placement=disk; None: the system's temporary one
     prepared: object = None  # what the method's `prepare` returned for this model
-    reservation: PinnedReservation | None = field(default=None, compare=False)  # host memory for the rows of all layers
+    # host memory for the rows of all layers
+    reservation: PinnedReservation | None = field(default=None, compare=False)
     grows: bool = False  # `capacity` grows with the text, as in a loop whose length is unknown
 
     @property
@@ -88,7 +94,11 @@ class Request:
     def place(self, layer: int) -> Place:
         """Return where the tensors of the layer with index `layer` may lie: device, folder and
         pinned memory."""
-        return Place(self.device, self.disk, None if self.reservation is None else self.reservation.regions[layer])
+        return Place(
+            self.device,
+            self.disk,
+            None if self.reservation is None else self.reservation.regions[layer],
+        )
 
     def covers_all(self, layer: int) -> bool:
         """Return whether the budget lets the layer with index `layer` read everything, even for the
@@ -108,7 +118,8 @@ class AttnInput:
     sin: Tensor  # [1|B T D]
     hidden: Tensor  # [B T E], the normalised input of the projections, which must not be kept
     start: int  # position of the first new token
-    stored: bool = False  # k and v are in the layer's store already, in the row that `KVLayer.next_row` named
+    # k and v are in the layer's store already, in the row that `KVLayer.next_row` named
+    stored: bool = False
 
 
 class NextRow(NamedTuple):

@@ -45,11 +45,13 @@ class StepCounters:
         self.running = False
         self.capturing = False  # a step is being captured, so every counter must exist already
         self.steps = 0  # steps since the start
-        self.text_tokens = 0  # length of the last forward's text, if it decides how the model rotates
+        # length of the last forward's text, if it decides how the model rotates
+        self.text_tokens = 0
         self._counters: dict[
             tuple[int | PerSequence, torch.device], Tensor
         ] = {}  # by the value that each had at the start
-        self._growths: dict[tuple[int, int, torch.device], Tensor] = {}  # by sequences, free slots and device
+        # by sequences, free slots and device
+        self._growths: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def start(self) -> None:
         """Hold the numbers that grow with each step, such as a text's length, on the device from
@@ -76,7 +78,9 @@ class StepCounters:
         asked for."""
         if (value, device) not in self._counters:
             if self.capturing:
-                raise CaptureError(f"asks for a count of {value + self.steps} that the step before had no use for")
+                raise CaptureError(
+                    f"asks for a count of {value + self.steps} that the step before had no use for"
+                )
             grown = value + self.steps
             numbers = grown.values if isinstance(grown, PerSequence) else (grown,)
             self._counters[value, device] = to_device(numbers, device)
@@ -160,7 +164,8 @@ class CacheState:
     checks: Checks = field(default_factory=Checks)
     engine: TransferEngine = field(default_factory=TransferEngine)
     ahead: bool = False
-    deferred: list[Callable[[], None]] = field(default_factory=list)  # until the next layer defers, or the step ends
+    # until the next layer defers, or the step ends
+    deferred: list[Callable[[], None]] = field(default_factory=list)
     _elsewhere: dict[torch.device, CacheState] = field(default_factory=dict, init=False, repr=False)
 
     def fetch(self, read: Callable[[Traffic], T], *, early: bool = False) -> Arrival[T]:
@@ -170,7 +175,9 @@ class CacheState:
         may move meanwhile."""
         device, running = self.request.device, self.counters.running
         by_device = running or (queues(device) and self.request.placement != DISK)
-        return self.engine.begin(read, self.traffic, device, ahead=self.ahead and early, by_device=by_device)
+        return self.engine.begin(
+            read, self.traffic, device, ahead=self.ahead and early, by_device=by_device
+        )
 
     def defer(self, action: Callable[[], None]) -> None:
         """Run `action` later in this step: when another layer defers one, or at the end. A layer
@@ -218,4 +225,6 @@ class CacheState:
         if budget is None:
             return self
         dense = tuple(sorted({*budget.dense_layers, *layers}))
-        return replace(self, request=replace(self.request, budget=replace(budget, dense_layers=dense)))
+        return replace(
+            self, request=replace(self.request, budget=replace(budget, dense_layers=dense))
+        )

@@ -31,13 +31,17 @@ def alone_because(layer: KVLayer) -> str | None:
     """Return the reason, in words for the record, for which this sealed layer must take its decode
     steps apart from those of other sequences; None if it can share them."""
     kind = type(layer)
-    if not isinstance(layer, Layer) or (kind.decode is not Layer.decode and "joined" not in vars(kind)):
+    if not isinstance(layer, Layer) or (
+        kind.decode is not Layer.decode and "joined" not in vars(kind)
+    ):
         return f"{type(layer).__name__} attends for one sequence after the other"
     whole = type(layer.store) is KVStore
     reasons = (
         layer.capture_refusal(),
         layer.together_refusal(),
-        None if whole or layer.spec.sink_logits is None else "heads with sink logits hold different numbers of tokens",
+        None
+        if whole or layer.spec.sink_logits is None
+        else "heads with sink logits hold different numbers of tokens",
         *(policy.together_refusal() for policy in layer.policies),
     )
     return next((reason for reason in reasons if reason), None)
@@ -51,7 +55,11 @@ def form(layer: Layer) -> Hashable:
     plain."""
     reads_all = layer.reads is None or layer.reads.plan is None
     far = None if layer.far is None else (layer.far.tier, layer.far.codec)
-    whole = () if layer.far is None or layer.reads else (layer.far.encoded > 0, layer.far.encoded < layer.far.length)
+    whole = (
+        ()
+        if layer.far is None or layer.reads
+        else (layer.far.encoded > 0, layer.far.encoded < layer.far.length)
+    )
     return (
         type(layer),
         layer.method,
@@ -78,7 +86,9 @@ class Slots(NamedTuple):
     def of_rows(self, values: Sequence[int]) -> int | PerSequence:
         """Return one number per sequence, given one number per layer; free slots get 0."""
         counted = zip(values, self.layers, strict=True)
-        return per_sequence([value for value, layer in counted for _ in range(layer.request.batch)], self.dead)
+        return per_sequence(
+            [value for value, layer in counted for _ in range(layer.request.batch)], self.dead
+        )
 
 
 def together(slots: Slots, cache: CacheState) -> Layer:
@@ -145,7 +155,11 @@ def _joined(policies: Sequence[Policy], layer: Layer, slots: Slots) -> Policy:
     for name, how in (type(joint).of_each or {}).items():
         values = [getattr(policy, name, None) for policy in policies]
         if all(value is not None for value in values):
-            most = getattr(joint, how.most) if isinstance(how, Padded) and how.most is not None else None
+            most = (
+                getattr(joint, how.most)
+                if isinstance(how, Padded) and how.most is not None
+                else None
+            )
             setattr(joint, name, _several(values, how, most, layer.cache, slots))
     if isinstance(joint, Read) and joint.plan is not None:
         joint.plan = _plan([cast(Read[Any], policy).plan for policy in policies], slots)
@@ -160,7 +174,10 @@ def _plan(plans: Sequence[Any], slots: Slots) -> Any:
         return slots.of_rows(plans)
     numbers: Any = {name: [getattr(plan, name) for plan in plans] for name in plans[0]._fields}  # type: ignore[attr-defined]
     return type(plans[0])(
-        **{name: same[0] if name == "sinks" else slots.of_rows(same) for name, same in numbers.items()}
+        **{
+            name: same[0] if name == "sinks" else slots.of_rows(same)
+            for name, same in numbers.items()
+        }
     )
 
 

@@ -12,8 +12,10 @@ class Dropped:
     """Hold what a layer must know of the rows that decode steps have dropped since its seal."""
 
     end: int = 0  # the position with which the answer begins
-    later: Tensor | None = None  # [B G K], where the generated tokens stood that were kept, if all of the prompt stayed
-    prompt_left: Tensor | None = None  # [B], prompt tokens that a head holds, if steps have dropped some
+    # [B G K], where the generated tokens stood that were kept, if all of the prompt stayed
+    later: Tensor | None = None
+    # [B], prompt tokens that a head holds, if steps have dropped some
+    prompt_left: Tensor | None = None
 
     def of_prompt(self, places: Tensor | None) -> Tensor | None:
         """Return the positions of prompt tokens among `places` [B heads S], the ascending positions

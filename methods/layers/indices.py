@@ -15,7 +15,9 @@ def between_ends(middle: Tensor, plan: Plan, stored: int) -> Tensor:
     first ones (sinks), the chosen ones, and the last ones. `middle` [B G top] are the chosen ones,
     counted from the end of the sinks; `stored` is the number of all tokens."""
     sinks = torch.arange(plan.sinks, device=middle.device).expand(*middle.shape[:2], -1)
-    local = torch.arange(stored - plan.local, stored, device=middle.device).expand(*middle.shape[:2], -1)
+    local = torch.arange(stored - plan.local, stored, device=middle.device).expand(
+        *middle.shape[:2], -1
+    )
     return torch.cat([sinks, middle.sort(-1).values + plan.sinks, local], -1)
 
 
@@ -30,7 +32,8 @@ def gather_per_head(x: Tensor, rows: Tensor) -> Tensor:
 def read_together(rows: Tensor, groups: int, stored: int) -> Tensor:
     """Return a mask [B G stored] of the tokens that at least one query head of each KV head reads.
     rows [B H K]: token numbers below `stored`, -1 for none; `groups`: the number of KV heads G."""
-    together = rows.reshape(rows.shape[0], groups, -1) % (stored + 1)  # -1 becomes the place after the last
+    # -1 becomes the place after the last
+    together = rows.reshape(rows.shape[0], groups, -1) % (stored + 1)
     read = torch.zeros(*together.shape[:2], stored + 1, dtype=torch.bool, device=rows.device)
     return read.scatter_(2, together, True)[..., :stored]
 
@@ -49,8 +52,17 @@ def first_places(rows: Tensor) -> Tensor:
     """Return for each entry of rows [B G K] the index, in its head, of the first entry with the
     same value: an entry that gets its own index is no repetition. Nothing waits for the device."""
     ordered, order = rows.sort(dim=-1, stable=True)
-    again = torch.cat([torch.zeros_like(order[..., :1], dtype=torch.bool), ordered[..., 1:] == ordered[..., :-1]], -1)
-    begins = torch.arange(rows.shape[-1], device=rows.device).expand_as(order).masked_fill(again, 0).cummax(-1).values
+    again = torch.cat(
+        [torch.zeros_like(order[..., :1], dtype=torch.bool), ordered[..., 1:] == ordered[..., :-1]],
+        -1,
+    )
+    begins = (
+        torch.arange(rows.shape[-1], device=rows.device)
+        .expand_as(order)
+        .masked_fill(again, 0)
+        .cummax(-1)
+        .values
+    )
     return torch.empty_like(order).scatter_(-1, order, order.gather(-1, begins))
 
 

@@ -28,7 +28,9 @@ class Layer(Storage, capturable=True):
     `Read`, tokens that stayed when others left may be quantised. Without policies everything is
     kept and read."""
 
-    def __init__(self, spec: LayerSpec, cache: CacheState, method: Method, *policies: Policy) -> None:
+    def __init__(
+        self, spec: LayerSpec, cache: CacheState, method: Method, *policies: Policy
+    ) -> None:
         """Bind the policies to this layer: at most one `Evict` and one `Read`, and any number of
         others that only observe the tokens."""
         super().__init__(spec, cache, method)
@@ -42,7 +44,9 @@ class Layer(Storage, capturable=True):
         self.states = [state for state in started if isinstance(state, AbilityState)]
         self.acting: list[AbilityState] = []  # those of `states` that act before each step
         if self.reads is not None:
-            self.reads.weights = next((policy for policy in self.policies if isinstance(policy, ChoiceWeights)), None)
+            self.reads.weights = next(
+                (policy for policy in self.policies if isinstance(policy, ChoiceWeights)), None
+            )
         for policy in self.policies:
             policy.bind(self)
 
@@ -136,7 +140,9 @@ class Layer(Storage, capturable=True):
         """Return by how many prompt tokens the union that a KV head read in the last step exceeds
         the tokens of one of its query heads, [B], mean over heads; None if all query heads of a KV
         head read the same. It is computed without a sort, and without waiting for the device."""
-        choice = self.positions if self.reads is None or self.reads.plan is None else self.reads.rows
+        choice = (
+            self.positions if self.reads is None or self.reads.plan is None else self.reads.rows
+        )
         if choice is None or choice.shape[1] == self.spec.num_kv_heads:
             return None
         selected = self.selected_positions()
@@ -149,20 +155,37 @@ class Layer(Storage, capturable=True):
         """Return the bytes of keys and values that the last step read, in all sequences, in the
         size in which they are held: quantised ones count less. Keys that are rebuilt from factors
         count as plain rows, and copies of keys that estimated weights (`Budget.mass`) on top."""
-        rows, heads, (prompt, generated) = self.attends.read_rows(), self.request.batch * self.heads, self.attended
-        if rows is None or self.heads != self.spec.num_kv_heads:  # then each head has copies of its own
+        rows, heads, (prompt, generated) = (
+            self.attends.read_rows(),
+            self.request.batch * self.heads,
+            self.attended,
+        )
+        # then each head has copies of its own
+        if rows is None or self.heads != self.spec.num_kv_heads:
             coded = 0 if self.far is None else self.far.encoded * heads
             tokens = (prompt + generated) * heads
         else:
-            coded = 0 if self.far is None else self._count(rows, self.first_far, self.first_far + self.far.encoded)
+            coded = (
+                0
+                if self.far is None
+                else self._count(rows, self.first_far, self.first_far + self.far.encoded)
+            )
             tokens = self._count(rows, 0, self.seen) + generated * heads
         size = 2 * self.spec.head_dim * self.request.dtype.itemsize
-        copies = 0 if self.reads is None or self.reads.weights is None else self.reads.weights.bytes_read
-        return tokens * size + copies + (coded * (self.far.token_bytes - size) if self.far is not None else 0)
+        copies = (
+            0 if self.reads is None or self.reads.weights is None else self.reads.weights.bytes_read
+        )
+        return (
+            tokens * size
+            + copies
+            + (coded * (self.far.token_bytes - size) if self.far is not None else 0)
+        )
 
     def state(self) -> dict[str, Tensor]:
         of_policies = {
-            f"{number}.{name}": x for number, policy in enumerate(self.policies) for name, x in policy.state().items()
+            f"{number}.{name}": x
+            for number, policy in enumerate(self.policies)
+            for name, x in policy.state().items()
         }
         return self.contents() | of_policies
 

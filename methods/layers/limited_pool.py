@@ -28,7 +28,8 @@ from methods.layers.read import Select
 from methods.layers.storage import Storage
 
 Eviction = Literal["counter", "fifo", "lru"]
-Fetched = tuple[Tensor, Tensor]  # rows [B G K], of which each sequence fetches the first so many [B]
+# rows [B G K], of which each sequence fetches the first so many [B]
+Fetched = tuple[Tensor, Tensor]
 USE_BYTES, LIVE_BYTES = 4, 1  # of a column: use, and whether it is there
 NEVER = torch.iinfo(torch.int32).max
 
@@ -40,14 +41,20 @@ class LimitedPool:
     leave."""
 
     def __init__(
-        self, policy: Eviction, slots: int, shape: tuple[int, int, int], device: torch.device, counters: StepCounters
+        self,
+        policy: Eviction,
+        slots: int,
+        shape: tuple[int, int, int],
+        device: torch.device,
+        counters: StepCounters,
     ) -> None:
         """Begin empty. `policy`: which token leaves when all slots are taken, the oldest (fifo),
         the least recently read (lru) or the least often read (counter). shape: sequences, KV heads,
         tokens of the prompt. `counters` holds growing numbers on the device while steps are
         captured in a CUDA graph; each step adds one token and one fetch."""
         self.policy, self.slots, self.counters = policy, slots, counters
-        self.uses = torch.zeros(shape, dtype=torch.int32, device=device)  # how often, or when last; 0 under fifo
+        # how often, or when last; 0 under fifo
+        self.uses = torch.zeros(shape, dtype=torch.int32, device=device)
         self.live = torch.zeros(shape, dtype=torch.bool, device=device)
         self.entered = self.step = 0  # tokens so far, and fetches
 
@@ -81,7 +88,8 @@ class LimitedPool:
     def enter_generated(self) -> None:
         """Give a generated token a slot in each head; if all are taken, a prompt token leaves. This
         works also in a step that is captured in a CUDA graph."""
-        full, victims = self.counters.tensor(self.entered, self.live.device) >= self.slots, self._victims()
+        full = self.counters.tensor(self.entered, self.live.device) >= self.slots
+        victims = self._victims()
         self.live.scatter_(2, victims, self.live.gather(2, victims) & ~full)
         self.entered += 1
 
@@ -124,13 +132,17 @@ class PooledMethod(Method):
                 "number of them (from 1), nor null for all."
             )
         if self.pool_policy not in get_args(Eviction):
-            raise ValueError(f"pool_policy={self.pool_policy!r} is unknown: choose counter, fifo or lru.")
+            raise ValueError(
+                f"pool_policy={self.pool_policy!r} is unknown: choose counter, fifo or lru."
+            )
 
     def slots(self, tokens: int) -> int | None:
         """Return for how many tokens per KV head there is room, in a cache that may see up to
         `tokens` tokens; None if all have room."""
         asked = self.pool_capacity
-        slots = tokens if asked is None else asked if isinstance(asked, int) else int(asked * tokens)
+        slots = (
+            tokens if asked is None else asked if isinstance(asked, int) else int(asked * tokens)
+        )
         return slots if slots < tokens else None
 
     def check(self, budget: Budget | None, layer: int = 0) -> None:
@@ -183,12 +195,17 @@ class Pooled(Select, capturable=True):
         super().bind(layer)
         budget, request = self.request.budget, self.request
         dense = budget is not None and self.spec.index in budget.dense_layers
-        self.slots = None if dense else self.method.slots(request.capacity)  # of each KV head; None: room for all
+        # of each KV head; None: room for all
+        self.slots = None if dense else self.method.slots(request.capacity)
         self.rehearsed: list[Tensor] = []
         if self.slots is not None and request.grows:
-            raise ValueError("pool_capacity is a part of the room for all tokens: say it, as attached(..., capacity=).")
+            raise ValueError(
+                "pool_capacity is a part of the room for all tokens: say it, as attached(..., capacity=)."
+            )
         if self.slots is not None and request.reuse_steps:
-            raise ValueError("reuse_steps would read tokens that a limited pool has evicted: set pool_capacity=null.")
+            raise ValueError(
+                "reuse_steps would read tokens that a limited pool has evicted: set pool_capacity=null."
+            )
 
     @abstractmethod
     def fetches(self, q: Tensor) -> Fetched:
@@ -221,7 +238,9 @@ class Pooled(Select, capturable=True):
 
     def reopen(self) -> None:
         if self.slots is not None:
-            raise ValueError("A limited pool lets tokens go that a further turn attends to: set pool_capacity=null.")
+            raise ValueError(
+                "A limited pool lets tokens go that a further turn attends to: set pool_capacity=null."
+            )
 
     def state(self) -> dict[str, Tensor]:
         self.reopen()
@@ -234,7 +253,9 @@ class Pooled(Select, capturable=True):
         assert self.slots is not None
         assert self.plan is not None
         shape = (*self.store.k.shape[:2], self.sealed)
-        self.pool = LimitedPool(self.method.pool_policy, self.slots, shape, self.request.device, self.cache.counters)
+        self.pool = LimitedPool(
+            self.method.pool_policy, self.slots, shape, self.request.device, self.cache.counters
+        )
         queries = (q for chunk in self.rehearsed for q in chunk.split(1, 2))
         self.pool.take(self.fetches(q) for q in islice(queries, 1, None))
         self.rehearsed.clear()
@@ -258,7 +279,11 @@ class Pooled(Select, capturable=True):
         return out
 
     def together_refusal(self) -> str | None:
-        return super().together_refusal() if self.pool is None else "a limited pool holds the tokens of one sequence"
+        return (
+            super().together_refusal()
+            if self.pool is None
+            else "a limited pool holds the tokens of one sequence"
+        )
 
     def count_replayed(self, steps: int) -> None:
         super().count_replayed(steps)

@@ -52,9 +52,12 @@ class Policy:
     sequence has seen, and how many slots are free."""
 
     capturable: ClassVar[bool] = True  # declared by each class for itself, not inherited
-    diagnostics: ClassVar[tuple[str, ...]] = ()  # attributes for the record that do not count as bytes of the cache
-    of_each: ClassVar[OfEach | None] = {}  # declared by each class too; None: a step takes one sequence
-    by_room: ClassVar[Mapping[str, int]] = {}  # tensor with room for all tokens -> the dimension of the tokens
+    # attributes for the record that do not count as bytes of the cache
+    diagnostics: ClassVar[tuple[str, ...]] = ()
+    # declared by each class too; None: a step takes one sequence
+    of_each: ClassVar[OfEach | None] = {}
+    # tensor with room for all tokens -> the dimension of the tokens
+    by_room: ClassVar[Mapping[str, int]] = {}
 
     layer: Storage
     method: Method
@@ -62,7 +65,9 @@ class Policy:
     cache: CacheState
     request: Request
 
-    def __init_subclass__(cls, *, capturable: bool = False, of_each: OfEach | None = None, **more: Any) -> None:
+    def __init_subclass__(
+        cls, *, capturable: bool = False, of_each: OfEach | None = None, **more: Any
+    ) -> None:
         super().__init_subclass__(**more)
         cls.capturable, cls.of_each = capturable, of_each
 
@@ -127,7 +132,9 @@ class Policy:
         """Return how many prompt tokens and generated tokens the last `steps` steps have read,
         without waiting for the device (see `KVLayer.readings`)."""
         left = self.layer.dropped.prompt_left
-        return over_steps(steps, *(self.attended if left is None else (left, self.layer.stored - left)))
+        return over_steps(
+            steps, *(self.attended if left is None else (left, self.layer.stored - left))
+        )
 
     def read_rows(self) -> Tensor | None:
         """Return the prompt tokens that the last step read, as row numbers in the store, [B G K]
@@ -170,7 +177,11 @@ class Policy:
     def together_refusal(self) -> str | None:
         """Return the reason for which this policy, in its present state, cannot share its decode
         steps with other sequences; None if it can."""
-        return f"{type(self).__name__} chooses for one sequence after the other" if self.of_each is None else None
+        return (
+            f"{type(self).__name__} chooses for one sequence after the other"
+            if self.of_each is None
+            else None
+        )
 
     def hand_back(self, member: Policy, own: slice) -> None:
         """Copy what joint steps have changed to `member`, the policy of one of the caches that this
@@ -239,7 +250,10 @@ class Keep(Evict, capturable=True):
         """Return the numbers of the `first` stored tokens and of the last ones, `size` in all, the
         same for each KV head, [B G size]."""
         device, stored = self.request.device, self.store.length
-        rows = [torch.arange(first, device=device), torch.arange(stored - size + first, stored, device=device)]
+        rows = [
+            torch.arange(first, device=device),
+            torch.arange(stored - size + first, stored, device=device),
+        ]
         return torch.cat(rows).expand(self.request.batch, self.spec.num_kv_heads, -1)
 
     def evict(self, size: int) -> None:

@@ -36,7 +36,8 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
     diagnostics: ClassVar[tuple[str, ...]] = ("rows",)
     plan: PlanT | None = None  # None: everything is read
     rows: Tensor | None = None  # the last choice, [B G K] or [B H K]
-    weights: ChoiceWeights | None = None  # of the tokens of a choice; None: all are read and weigh alike
+    # of the tokens of a choice; None: all are read and weigh alike
+    weights: ChoiceWeights | None = None
     age = 0  # further steps that the last choice has served
     arrival: Arrival[Segment] | None = None  # rows of a choice that is known, but not read yet
 
@@ -117,7 +118,9 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         if arrival is not None:
             return arrival.wait()
         if rows.shape[1] == groups and unread is not None:
-            return far.gather(filled(rows).masked_fill(unread, 0), torch.where(unread, 0, -1)).wait()
+            return far.gather(
+                filled(rows).masked_fill(unread, 0), torch.where(unread, 0, -1)
+            ).wait()
         if rows.shape[1] == groups:
             return far.gather(rows).wait()
         chosen, live = filled(rows), rows.counts if isinstance(rows, Ragged) else None
@@ -133,7 +136,11 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         together = chosen.reshape(len(chosen), groups, -1)
         first = first_places(together)
         unread = torch.where((first == every) & (together >= 0), -1, 0)
-        return far.gather(together.clamp(min=0), unread).wait()._replace(rows=first.reshape(chosen.shape), live=live)
+        return (
+            far.gather(together.clamp(min=0), unread)
+            .wait()
+            ._replace(rows=first.reshape(chosen.shape), live=live)
+        )
 
     def attend(self, q: Tensor, *segments: Segment) -> Tensor:
         """Attend under one softmax to all of `segments`, q [B H 1 D] -> [B H 1 D]."""
@@ -141,7 +148,11 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
 
     def weighted(self, chosen: Segment) -> Segment:
         """Return the segment of the chosen tokens with their log-weights, if they have any."""
-        return chosen if self.weights is None else chosen._replace(log_weights=self.weights.log_weights)
+        return (
+            chosen
+            if self.weights is None
+            else chosen._replace(log_weights=self.weights.log_weights)
+        )
 
     def link(self, members: Sequence[Policy], joint: Mapping[int, Policy]) -> None:
         if self.weights is not None:
@@ -180,20 +191,27 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         twice for a head. `top`: how many were to be chosen; None for any number."""
         self._check_selected(rows, None, None)
         assert self.plan is not None
-        given, choosing = f"{type(self).__name__}.rows_of returned", (self.spec.num_kv_heads, self.spec.num_heads)
+        given = f"{type(self).__name__}.rows_of returned"
+        choosing = (self.spec.num_kv_heads, self.spec.num_heads)
         self.layer.check_rows(given, self.selected_rows(), self.sealed, heads=choosing, gaps=True)
 
     def _check_selected(self, rows: Tensor, among: int | None, count: int | None) -> None:
         """Raise `ReturnedError` unless every head has `count` row numbers, all different and below
         `among`. None allows any count, or any numbers."""
-        choosing, given, gaps = (self.spec.num_kv_heads, self.spec.num_heads), f"{type(self).__name__}.select", False
+        choosing = (self.spec.num_kv_heads, self.spec.num_heads)
+        given = f"{type(self).__name__}.select"
+        gaps = False
         unread = None if self.weights is None else self.weights.unread
         if unread is not None:
             if unread.shape != rows.shape:
                 shapes = f"{list(rows.shape)} and log-weights {list(unread.shape)}"
-                raise ReturnedError(f"{given} returned rows {shapes}. Wanted is a log-weight for each row.")
+                raise ReturnedError(
+                    f"{given} returned rows {shapes}. Wanted is a log-weight for each row."
+                )
             rows, gaps = rows.masked_fill(unread, -1), True
-        self.layer.check_rows(f"{given} returned", rows, among, heads=choosing, count=count, gaps=gaps)
+        self.layer.check_rows(
+            f"{given} returned", rows, among, heads=choosing, count=count, gaps=gaps
+        )
 
     @property
     def attended(self) -> Attended:
@@ -202,7 +220,9 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         whole = self.attended_under(self.plan)
         if self.weights is None or self.rows is None:
             return whole
-        return whole._replace(prompt=self._always_read() + self.weights.read_of_choice().mean().item())
+        return whole._replace(
+            prompt=self._always_read() + self.weights.read_of_choice().mean().item()
+        )
 
     def _always_read(self) -> float:
         """Return how many prompt tokens a head reads besides the chosen ones."""
@@ -218,7 +238,11 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
 
     def read_rows(self) -> Tensor | None:
         rows, groups = self.selected_rows(), self.spec.num_kv_heads
-        return rows if rows is None or rows.shape[1] == groups else union_per_kv_head(rows, groups, self.sealed)
+        return (
+            rows
+            if rows is None or rows.shape[1] == groups
+            else union_per_kv_head(rows, groups, self.sealed)
+        )
 
     def selected_rows(self) -> Tensor | None:
         if self.plan is None or self.rows is None:

@@ -26,13 +26,20 @@ def unwritten(layer: KVLayer) -> Iterator[None]:
     """Raise `ReturnedError` if a decode step of `layer`, in the block, changes a row that its store
     holds already, other than by `KVStore.write`."""
     store = getattr(layer, "store", None)
-    stores = store.stores if isinstance(store, PerHeadStore) else [store] if isinstance(store, KVStore) else []
+    stores = (
+        store.stores
+        if isinstance(store, PerHeadStore)
+        else [store]
+        if isinstance(store, KVStore)
+        else []
+    )
     held = [(name, getattr(one, name)[:, :, : one.length]) for one in stores for name in one.steady]
     before = [rows.clone() for _, rows in held]
     yield
     for (name, rows), old in zip(held, before, strict=True):
         if not torch.equal(rows.view(torch.uint8), old.view(torch.uint8)):
-            method, what = type(getattr(layer, "method", layer)).__name__, "keys" if name == "k_rows" else "values"
+            method = type(getattr(layer, "method", layer)).__name__
+            what = "keys" if name == "k_rows" else "values"
             raise ReturnedError(
                 f"In layer {layer.spec.index} of {method}, a step changed stored {what} in place, so likelihoods, "
                 "choices and shared questions would not find them again: write with layer.write(rows, k=..., v=...)."
@@ -54,15 +61,24 @@ def check_rows(
         fault = f"a tensor of {str(given.dtype).removeprefix('torch.')}"
     elif given.device != device:
         fault = f"a tensor on {given.device}"
-    elif given.dim() != 3 or len(given) != batch or given.shape[1] not in heads or count not in (None, given.shape[2]):
+    elif (
+        given.dim() != 3
+        or len(given) != batch
+        or given.shape[1] not in heads
+        or count not in (None, given.shape[2])
+    ):
         fault = f"a tensor of shape {list(given.shape)}"
     elif tokens is not None:
         fault = _wrong_number(given, tokens, ascending, gaps)
     if fault is not None:
-        shape = " or ".join(f"[{batch}, {number}, {count or 'K'}]" for number in dict.fromkeys(heads))
+        shape = " or ".join(
+            f"[{batch}, {number}, {count or 'K'}]" for number in dict.fromkeys(heads)
+        )
         numbers = "numbers" if tokens is None else f"different numbers from 0 to {tokens - 1}"
         more = ", -1 for none" * gaps + ", ascending" * ascending
-        raise ReturnedError(f"{whose} {fault}. Wanted are {numbers} for each head{more}, as int64 {shape} on {device}.")
+        raise ReturnedError(
+            f"{whose} {fault}. Wanted are {numbers} for each head{more}, as int64 {shape} on {device}."
+        )
 
 
 def check_rows_per_head(
@@ -71,14 +87,18 @@ def check_rows_per_head(
     """Raise `ReturnedError` unless `given` has a tensor of row numbers for each head of each sequence,
     below that head's entry in `tokens`, and all together are a multiple of the number of `heads`."""
     if len(given) != len(tokens):
-        raise ReturnedError(f"{whose} rows of {len(given)} heads. Wanted are those of {len(tokens)}.")
+        raise ReturnedError(
+            f"{whose} rows of {len(given)} heads. Wanted are those of {len(tokens)}."
+        )
     for number, (rows, count) in enumerate(zip(given, tokens, strict=True)):
         listed = rows[None, None] if isinstance(rows, Tensor) else rows
         name = f"{whose}, for rows {number},"
         check_rows(listed, name, batch=1, heads=(1,), tokens=count, device=device, ascending=True)
     together = sum(len(rows) for rows in given if isinstance(rows, Tensor))
     if together % heads:
-        raise ReturnedError(f"{whose} {together} rows of {heads} heads. Wanted is a multiple of {heads}.")
+        raise ReturnedError(
+            f"{whose} {together} rows of {heads} heads. Wanted is a multiple of {heads}."
+        )
 
 
 def _wrong_number(given: Tensor, tokens: int, ascending: bool, gaps: bool) -> str | None:

@@ -24,7 +24,8 @@ from methods.layers.returned import check_rows, check_rows_per_head
 from methods.pools import KVStore, PerHeadPool, PerHeadStore, Pool
 from methods.tiers.block import FAR, tokens_in
 
-FIRST = f"{FAR}.first"  # name of the row in the store before which the tokens belong that were sent away
+# name of the row in the store before which the tokens belong that were sent away
+FIRST = f"{FAR}.first"
 
 
 class Storage(KVLayer):
@@ -36,8 +37,10 @@ class Storage(KVLayer):
     far: Pool | None = None  # holds tokens of the sealed prompt from `first_far` on
     first_far = 0
     evicted = 0  # tokens that have left for good
-    positions: Tensor | None = None  # [B G K], where the first stored tokens stood, -1 where a head has fewer
-    most: int | None = None  # rows that the store is to have room for, at most; None: for all tokens that may come
+    # [B G K], where the first stored tokens stood, -1 where a head has fewer
+    positions: Tensor | None = None
+    # rows that the store is to have room for, at most; None: for all tokens that may come
+    most: int | None = None
 
     def __init__(self, spec: LayerSpec, cache: CacheState, method: Method) -> None:
         super().__init__(spec, cache)
@@ -74,7 +77,11 @@ class Storage(KVLayer):
         if (budget := self.request.budget) is None:
             return None
         tokens = budget.tokens(self.seen, self.spec.index)
-        return None if self.method.reads_all(self.seen, tokens, budget.prunes(self.spec.index)) else tokens
+        return (
+            None
+            if self.method.reads_all(self.seen, tokens, budget.prunes(self.spec.index))
+            else tokens
+        )
 
     def limit(self) -> int | None:
         """Return how many prompt tokens a step may read now that the prompt is complete; None for
@@ -82,7 +89,9 @@ class Storage(KVLayer):
         reason."""
         self.fallback, limit, budget = None, self.spendable(), self.request.budget
         if limit is None and budget is not None and not budget.covers(self.seen, self.spec.index):
-            self.fallback = self.method.whole_because(self.seen, budget.tokens(self.seen, self.spec.index))
+            self.fallback = self.method.whole_because(
+                self.seen, budget.tokens(self.seen, self.spec.index)
+            )
         return limit
 
     def room(self) -> int:
@@ -101,7 +110,9 @@ class Storage(KVLayer):
             self.store.count_written()
         else:
             copies = self.heads // self.spec.num_kv_heads
-            self.store.append(*(side if copies == 1 else side.repeat_interleave(copies, 1) for side in (x.k, x.v)))
+            self.store.append(
+                *(side if copies == 1 else side.repeat_interleave(copies, 1) for side in (x.k, x.v))
+            )
 
     def retain(self, rows: Tensor) -> None:
         """Drop all stored tokens except `rows`, [B G K] or [B H K], ascending, and shrink the store
@@ -110,9 +121,13 @@ class Storage(KVLayer):
         whole, room, heads = self.store, self.request.capacity - self.seen, rows.shape[1]
         if self.most is not None:
             room = min(room, self.most - rows.shape[2])
-        self.positions = self.stored_positions().repeat_interleave(heads // self.heads, 1).gather(2, rows)
+        self.positions = (
+            self.stored_positions().repeat_interleave(heads // self.heads, 1).gather(2, rows)
+        )
         self.evicted += whole.length - rows.shape[2]
-        self.store = KVStore(replace(self.spec, num_kv_heads=heads), self.cache, rows.shape[2] + room)
+        self.store = KVStore(
+            replace(self.spec, num_kv_heads=heads), self.cache, rows.shape[2] + room
+        )
         self.store.append(gather_per_head(whole.k, rows), gather_per_head(whole.v, rows))
         self.sealed = rows.shape[2]
 
@@ -125,8 +140,13 @@ class Storage(KVLayer):
         stored = whole.per_head()
         if self.cache.checking:
             whose = f"In layer {self.spec.index} of {type(self.method).__name__}, layer.retain_per_head was given"
-            check_rows_per_head(rows, whose, [len(k) for k, _ in stored], self.heads, self.request.device)
-        heads = [(place[-len(k) :], k, v, at) for place, (k, v), at in zip(places, stored, rows, strict=True)]
+            check_rows_per_head(
+                rows, whose, [len(k) for k, _ in stored], self.heads, self.request.device
+            )
+        heads = [
+            (place[-len(k) :], k, v, at)
+            for place, (k, v), at in zip(places, stored, rows, strict=True)
+        ]
         self.positions = _side_by_side([place[at] for place, _, _, at in heads], self.request.batch)
         keys, values = [k[at] for _, k, _, at in heads], [v[at] for _, _, v, at in heads]
         self.store = PerHeadStore(self.spec, self.cache, keys, values, room)
@@ -148,17 +168,34 @@ class Storage(KVLayer):
         [B heads K], in the prompt or in a step. They must not be changed otherwise: a cache that goes
         back to an earlier state, for another question or a likelihood, would keep the change."""
         for refused, reason in (
-            (self.cache.counters.running, "its policies' class lines say capturable or of_each: leave that out"),
-            (self.method.rows_stay, "it says rows_stay, so conversations would lose them: leave that out"),
-            (isinstance(self.store, PerHeadStore), "heads hold different numbers of them: keep equally many"),
+            (
+                self.cache.counters.running,
+                "its policies' class lines say capturable or of_each: leave that out",
+            ),
+            (
+                self.method.rows_stay,
+                "it says rows_stay, so conversations would lose them: leave that out",
+            ),
+            (
+                isinstance(self.store, PerHeadStore),
+                "heads hold different numbers of them: keep equally many",
+            ),
         ):
             if refused:
-                raise ValueError(f"{type(self.method).__name__} cannot write keys and values: {reason}.")
+                raise ValueError(
+                    f"{type(self.method).__name__} cannot write keys and values: {reason}."
+                )
         self.check_rows("layer.write was given", rows, self.store.length, heads=(self.heads,))
         self.store.write(rows, k, v)
 
     def check_rows(
-        self, what: str, given: object, tokens: int | None, *, heads: Sequence[int] = (), **wanted: Any
+        self,
+        what: str,
+        given: object,
+        tokens: int | None,
+        *,
+        heads: Sequence[int] = (),
+        **wanted: Any,
     ) -> None:
         """Raise `ReturnedError` if `given`, which a method returned, is not what is `wanted` (as in
         `returned.check_rows`). It does so only in a run's first example. `what`: which call
@@ -213,8 +250,16 @@ class Storage(KVLayer):
         """Return all stored tensors by name, as views where they lie: `k0`, `v0`, ... of the store
         (one pair, or one per head if heads differ, and then decoded), those of the pool `far` as it
         encoded them, and what is needed to know the tokens' positions."""
-        heads = self._plain_heads() if isinstance(self.store, PerHeadStore) else [(self.store.k, self.store.v)]
-        tensors = {f"{name}{head}": x for head, both in enumerate(heads) for name, x in zip("kv", both, strict=True)}
+        heads = (
+            self._plain_heads()
+            if isinstance(self.store, PerHeadStore)
+            else [(self.store.k, self.store.v)]
+        )
+        tensors = {
+            f"{name}{head}": x
+            for head, both in enumerate(heads)
+            for name, x in zip("kv", both, strict=True)
+        }
         if self.evicted:
             tensors["positions"] = self.stored_positions()
         if self.far is not None and not isinstance(self.far, PerHeadPool):
@@ -234,8 +279,15 @@ class Storage(KVLayer):
     def refill(self, contents: Mapping[str, Tensor]) -> None:
         """Restore, in a new layer that has seen no token, what `contents` of another layer
         returned."""
-        seen, k, v = int(contents["seen"]), *([contents[name] for name in _numbered(contents, kind)] for kind in "kv")
-        far = {key.partition(".")[2]: x for key, x in contents.items() if key.startswith(f"{FAR}.") and key != FIRST}
+        seen, k, v = (
+            int(contents["seen"]),
+            *([contents[name] for name in _numbered(contents, kind)] for kind in "kv"),
+        )
+        far = {
+            key.partition(".")[2]: x
+            for key, x in contents.items()
+            if key.startswith(f"{FAR}.") and key != FIRST
+        }
         room = 0 if far else self.request.capacity - seen
         if len(k) > 1:
             self.store = PerHeadStore(self.spec, self.cache, k, v, room)
@@ -256,7 +308,9 @@ class Storage(KVLayer):
         [B H T D] -> [B H T D]."""
 
         def attend(q: Tensor, store: KVStore, head: int | None) -> Tensor:
-            return sink_logits.causal_attention(q, store.k, store.v, self.spec.scale, self.spec.sinks_of(head))
+            return sink_logits.causal_attention(
+                q, store.k, store.v, self.spec.scale, self.spec.sinks_of(head)
+            )
 
         return self.store.each(q, attend)
 
@@ -280,7 +334,9 @@ class Storage(KVLayer):
         """Return the attention weights of one query q [B H 1 D] on a segment's tokens, [B H S]
         fp32. `lse` [B H] is the log-sum-exp of the whole softmax, of which the segment may be a
         part. Tokens that a sequence does not have get 0."""
-        logits = filled(ops.row_scores(q.view(*segment.k.shape[:2], -1, q.shape[3]), segment.k)).flatten(1, 2)
+        logits = filled(
+            ops.row_scores(q.view(*segment.k.shape[:2], -1, q.shape[3]), segment.k)
+        ).flatten(1, 2)
         return segment.without_missing((logits * self.spec.scale - lse.unsqueeze(-1)).exp(), 0)
 
     def stored_positions(self) -> Tensor:
@@ -288,7 +344,9 @@ class Storage(KVLayer):
         tokens."""
 
         def consecutive(start: int, end: int) -> Tensor:
-            return torch.arange(start, end, device=self.request.device).expand(self.request.batch, self.heads, -1)
+            return torch.arange(start, end, device=self.request.device).expand(
+                self.request.batch, self.heads, -1
+            )
 
         prompt = consecutive(0, self.sealed) if self.positions is None else self.positions
         later = [] if self.dropped.later is None else [self.dropped.later]
@@ -322,11 +380,16 @@ class Storage(KVLayer):
 def _numbered(names: Iterable[str], kind: str) -> list[str]:
     """Return the names that consist of the letter `kind` and a number, in the order of the numbers:
     of k0, v0, k1 those of kind k are k0, k1."""
-    return sorted((name for name in names if name[:1] == kind and name[1:].isdigit()), key=lambda name: int(name[1:]))
+    return sorted(
+        (name for name in names if name[:1] == kind and name[1:].isdigit()),
+        key=lambda name: int(name[1:]),
+    )
 
 
 def _side_by_side(rows: Sequence[Tensor], batch: int) -> Tensor:
     """Stack lists of different lengths, one per head, as [batch heads K], with -1 before the
     shorter ones."""
     widest = max(map(len, rows))
-    return torch.stack([pad(row, (widest - len(row), 0), value=-1) for row in rows]).unflatten(0, (batch, -1))
+    return torch.stack([pad(row, (widest - len(row), 0), value=-1) for row in rows]).unflatten(
+        0, (batch, -1)
+    )

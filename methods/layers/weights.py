@@ -24,14 +24,18 @@ class ChoiceWeights(Policy, capturable=True, of_each={"choices_read": None}):
     diagnostics = ("log_weights", "choices_read")
     prunes: ClassVar[bool] = False  # a choice among all tokens leaves some of them out
     layer: Any
-    log_weights: Tensor | None = None  # fp32, of the shape of the last choice; None before the first one
-    choices_read: Tensor | None = None  # [B] fp64, chosen tokens that a head read since `take_count`, mean over heads
+    # fp32, of the shape of the last choice; None before the first one
+    log_weights: Tensor | None = None
+    # [B] fp64, chosen tokens that a head read since `take_count`, mean over heads
+    choices_read: Tensor | None = None
 
     def begin(self, chooses: bool) -> None:
         """Start anew at the end of a prompt. `chooses`: steps will read a choice, and not all."""
         self.log_weights = self.choices_read = None
         if chooses:
-            self.choices_read = torch.zeros(self.request.batch, dtype=torch.float64, device=self.request.device)
+            self.choices_read = torch.zeros(
+                self.request.batch, dtype=torch.float64, device=self.request.device
+            )
 
     def weigh(self, q: Tensor, rows: Tensor) -> None:
         """Give weights to the choice `rows` that was just made for the query q [B H 1 D]: in this

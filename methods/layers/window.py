@@ -46,13 +46,17 @@ class WindowLayer(KVLayer, capturable=True):
 
     def prefill(self, x: AttnInput) -> Tensor:
         k, v = self._take(x)
-        return sink_logits.windowed_attention(x.q, k, v, self.spec.scale, self.window, self.spec.sink_logits)
+        return sink_logits.windowed_attention(
+            x.q, k, v, self.spec.scale, self.window, self.spec.sink_logits
+        )
 
     def repeat(self, x: AttnInput) -> Tensor:
         """Attend as `methods.abilities.repeat.attend_again` says."""
         k = torch.cat([*self._in_order(self.k), x.k], 2)
         v = torch.cat([*self._in_order(self.v), x.v], 2)
-        return sink_logits.windowed_attention(x.q, k, v, self.spec.scale, self.window, self.spec.sink_logits)
+        return sink_logits.windowed_attention(
+            x.q, k, v, self.spec.scale, self.window, self.spec.sink_logits
+        )
 
     def seal(self) -> None:
         self.sealed = self.seen
@@ -64,17 +68,22 @@ class WindowLayer(KVLayer, capturable=True):
         self.v.index_copy_(2, row, x.v)
         self.written += 1
         self.seen += 1
-        return sink_logits.segment_attention(x.q, [self._stored()], self.spec.scale, self.spec.sink_logits)
+        return sink_logits.segment_attention(
+            x.q, [self._stored()], self.spec.scale, self.spec.sink_logits
+        )
 
     @property
     def attended(self) -> Attended:
         generated = self.seen - self.sealed
-        return Attended(min(self.sealed, max(0, self.window - generated)), min(generated, self.window))
+        return Attended(
+            min(self.sealed, max(0, self.window - generated)), min(generated, self.window)
+        )
 
     def read_positions(self) -> Tensor | None:
         if self.seen <= self.window:
             return None
-        first = min(self.seen - self.window, self.sealed)  # none is left of the prompt once the answer fills the window
+        # none is left of the prompt once the answer fills the window
+        first = min(self.seen - self.window, self.sealed)
         read = torch.arange(first, self.sealed, device=self.request.device)
         return read.expand(self.request.batch, self.spec.num_kv_heads, -1)
 
@@ -136,7 +145,8 @@ class WindowLayer(KVLayer, capturable=True):
         return Segment(self.k[:, :, : self.written], self.v[:, :, : self.written])
 
     def _refuse_misfit(self, x: AttnInput) -> None:
-        given, held = (x.k.shape[0], self.seen + x.k.shape[2]), (self.request.batch, self.request.capacity)
+        given = (x.k.shape[0], self.seen + x.k.shape[2])
+        held = (self.request.batch, self.request.capacity)
         if given[0] != held[0] or given[1] > held[1]:
             raise misfit(given, held)
 
@@ -148,10 +158,17 @@ def whole_layers(specs: Sequence[LayerSpec]) -> list[LayerSpec]:
     """Return the specs of the layers that a method gets: those without a sliding window, numbered
     anew from 0. In a model that slides in every layer these are all, treated as if they did not
     slide."""
-    seeing = [spec for spec in specs if spec.window is None] or [replace(spec, window=None) for spec in specs]
+    seeing = [spec for spec in specs if spec.window is None] or [
+        replace(spec, window=None) for spec in specs
+    ]
     first: dict[int, int] = {}  # of the layers that rotate alike
     return [
-        replace(spec, index=index, num_layers=len(seeing), rope_like=first.setdefault(spec.rope_like, index))
+        replace(
+            spec,
+            index=index,
+            num_layers=len(seeing),
+            rope_like=first.setdefault(spec.rope_like, index),
+        )
         for index, spec in enumerate(seeing)
     ]
 
@@ -190,4 +207,7 @@ def start_layers(specs: Sequence[LayerSpec], cache: CacheState, start: Start) ->
         return [WindowLayer(spec, cache) for spec in specs]
     hybrid = any(spec.window is None for spec in specs)
     method_layers = iter(start(whole_layers(specs), cache))
-    return [WindowLayer(spec, cache) if hybrid and spec.window is not None else next(method_layers) for spec in specs]
+    return [
+        WindowLayer(spec, cache) if hybrid and spec.window is not None else next(method_layers)
+        for spec in specs
+    ]

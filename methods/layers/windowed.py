@@ -17,13 +17,18 @@ class Windowed(PolicyMethod):
     top."""
 
     window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks", "recent_ratio": "recent_ratio"}
-    tunable: ClassVar[Grids] = {"sinks": (0, 4, 16, 32), "recent_ratio": (0.0, 0.125, 0.25, 0.5, 0.75)}
+    tunable: ClassVar[Grids] = {
+        "sinks": (0, 4, 16, 32),
+        "recent_ratio": (0.0, 0.125, 0.25, 0.5, 0.75),
+    }
     sinks: int
     recent_ratio: float
 
     def __post_init__(self) -> None:
         if self.sinks < 0:
-            raise ValueError(f"sinks={self.sinks} is negative: give the number of first tokens that are always read.")
+            raise ValueError(
+                f"sinks={self.sinks} is negative: give the number of first tokens that are always read."
+            )
         if not 0 <= self.recent_ratio < 1:
             raise ValueError(
                 f"recent_ratio={self.recent_ratio} leaves nothing to select: give a share from 0 to below 1."

@@ -26,7 +26,9 @@ class BlockCache:
     to the device. Each step may bring in up to `offered` new blocks in place of others. How many it
     brings in only the device knows, and nothing waits for that number."""
 
-    def __init__(self, store: Pool, tokens: Segment, *, size: int, slots: int, offered: int) -> None:
+    def __init__(
+        self, store: Pool, tokens: Segment, *, size: int, slots: int, offered: int
+    ) -> None:
         """Begin with the last blocks of tokens of the pool `store`. tokens [B G M D]: all tokens
         that were just sent to it, still on the device. `size`: tokens of a block; `slots`: how many
         blocks are held; `offered`: the most new ones per step."""
@@ -37,7 +39,8 @@ class BlockCache:
         self.uses = torch.zeros(len(tokens.k), count, dtype=torch.int64, device=device)
         self.last, self.step = self.uses.clone(), 0
         self.order = torch.arange(count, device=device)  # of equals the first leaves
-        self.blocks = self.order[count - self.slots :].repeat(len(tokens.k), 1)  # [B slots], what each place holds
+        # [B slots], what each place holds
+        self.blocks = self.order[count - self.slots :].repeat(len(tokens.k), 1)
         rows = self._rows(self.blocks).clamp(max=store.length - 1)
         self.kv = Segment(ops.gather_rows(tokens.k, rows), ops.gather_rows(tokens.v, rows))
         # what the next step will hold: places [B N], the blocks for them [B N], which are new, and their tokens
@@ -50,13 +53,17 @@ class BlockCache:
         self.take_in()
         blocks, traffic = rows // self.size, self.store.cache.traffic
         places = self._places().unsqueeze(1).expand(-1, rows.shape[1], -1).gather(2, blocks)
-        held, slots = places >= 0, torch.where(places >= 0, places * self.size + rows % self.size, -1)
+        held = places >= 0
+        slots = torch.where(places >= 0, places * self.size + rows % self.size, -1)
         coming = self.store.gather(rows, slots, early=True)  # what follows hides it
         kept = [ops.gather_rows(x, slots.clamp(min=0)) for x in self.kv[:2]]
         traffic.looked_up += rows.numel()
         traffic.tally("found", held.sum())
         self._offer(blocks)
-        k, v = (torch.where(held.unsqueeze(-1), *both) for both in zip(kept, coming.wait()[:2], strict=True))
+        k, v = (
+            torch.where(held.unsqueeze(-1), *both)
+            for both in zip(kept, coming.wait()[:2], strict=True)
+        )
         return Segment(k, v)
 
     def take_in(self) -> None:
@@ -79,16 +86,24 @@ class BlockCache:
         """Count the use of the blocks with the most chosen tokens, and ask for those of them that
         are not held; the least used ones leave. blocks [B G K]: the block of each chosen token."""
         self.step += 1
-        chosen = torch.zeros_like(self.uses).scatter_add_(1, blocks.flatten(1), torch.ones_like(blocks).flatten(1))
+        chosen = torch.zeros_like(self.uses).scatter_add_(
+            1, blocks.flatten(1), torch.ones_like(blocks).flatten(1)
+        )
         most = chosen.topk(self.offered)
-        offered = torch.zeros_like(chosen, dtype=torch.bool).scatter(1, most.indices, most.values > 0)
+        offered = torch.zeros_like(chosen, dtype=torch.bool).scatter(
+            1, most.indices, most.values > 0
+        )
         held = self._places() >= 0
         self.uses += offered
         now = self.store.cache.counters.tensor(self.step, self.last.device)
         self.last.copy_(torch.where(offered, now, self.last))
         worth = ((self.uses << 24) + self.last) * self.uses.shape[1] + self.order
         worth = worth.masked_fill(~held, -1)
-        kept = worth.masked_fill(offered & ~held, torch.iinfo(torch.int64).max).topk(self.slots).indices
+        kept = (
+            worth.masked_fill(offered & ~held, torch.iinfo(torch.int64).max)
+            .topk(self.slots)
+            .indices
+        )
         kept = torch.zeros_like(held).scatter(1, kept, True)
         self.uses *= kept
         if self.slots < self.uses.shape[1]:
@@ -98,12 +113,16 @@ class BlockCache:
         """Ask the pool for blocks to hold from the next step on. `new` and `leaving`, bool
         [B blocks], mark equally many blocks, at most `offered`: those that come, and those whose
         places they get."""
-        places = leaving.gather(1, self.blocks).int().topk(self.offered).indices  # these first, then some that stay
+        # these first, then some that stay
+        places = leaving.gather(1, self.blocks).int().topk(self.offered).indices
         coming = new.int().topk(self.offered)
         fresh = coming.values > 0
         blocks = torch.where(fresh, coming.indices, self.blocks.gather(1, places))
-        slots = torch.where(fresh.repeat_interleave(self.size, 1).unsqueeze(1), -1, self._rows(places))
-        rows = self._rows(blocks).clamp(max=self.store.length - 1)  # the last block may be cut short
+        slots = torch.where(
+            fresh.repeat_interleave(self.size, 1).unsqueeze(1), -1, self._rows(places)
+        )
+        # the last block may be cut short
+        rows = self._rows(blocks).clamp(max=self.store.length - 1)
         self.coming = places, blocks, fresh, self.store.gather(rows, slots, early=True)
         cache = self.store.cache
         if cache.counters.running or queues(rows.device):
@@ -129,7 +148,8 @@ def cost(case: LayerWorkload, length: int, top: int, size: int, slots: int, offe
     `offered` new ones per step. Moved bytes are the most that a step can move."""
     blocks = -(-length // size)
     slots = min(slots, blocks)
-    asked = min(offered, slots) if slots < blocks else 0  # blocks, by the numbers of their tokens, and where these go
+    # blocks, by the numbers of their tokens, and where these go
+    asked = min(offered, slots) if slots < blocks else 0
     tables = INT64 * (slots + 3 * blocks + 2 * asked * (1 + case.spec.num_kv_heads * size))
     new = min(offered, slots, blocks - slots) * size if slots < blocks else -top
     return Cost(slots * size * case.row_bytes + tables, new * case.row_bytes)

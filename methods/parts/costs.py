@@ -40,7 +40,11 @@ def select(case: LayerWorkload, plan: Plan, index_bytes: int) -> Cost:
     of `index_bytes` lies on the device, and a step reads all of it."""
     middle = case.sealed - plan.sinks - plan.local
     held = Cost(case.dense_bytes + index_bytes).reading(sum(plan) * case.row_bytes + index_bytes)
-    return held + sent_away(case, middle, plan.top) + estimates(case, middle, plan.top, plan.sinks + plan.local)
+    return (
+        held
+        + sent_away(case, middle, plan.top)
+        + estimates(case, middle, plan.top, plan.sinks + plan.local)
+    )
 
 
 def estimates(case: LayerWorkload, tokens: int, read: int, always: int = 0) -> Cost:
@@ -66,9 +70,13 @@ def pool(case: LayerWorkload, codec: Codec, tokens: int, read: int) -> Cost:
     """Return the cost of a pool (tokens outside the store, as `codec` encodes them) of `tokens`
     tokens, of which a step reads `read`."""
     heads = case.spec.num_kv_heads
-    layout = codec.layout(case.spec.head_dim, {2: torch.bfloat16, 4: torch.float32}[case.element_bytes])
+    layout = codec.layout(
+        case.spec.head_dim, {2: torch.bfloat16, 4: torch.float32}[case.element_bytes]
+    )
     blocks, rest = divmod(tokens, codec.block)
-    beside = blocks * heads * layout.block_bytes + (min(tokens, codec.block) * case.row_bytes if rest else 0)
+    beside = blocks * heads * layout.block_bytes + (
+        min(tokens, codec.block) * case.row_bytes if rest else 0
+    )
     token = heads * layout.token_bytes
     exact = read * rest // max(1, tokens)  # of those that fill no block, if all are chosen alike
     coded = (read - exact) * (token + heads * layout.block_bytes // codec.block)
@@ -91,5 +99,6 @@ def rebuilding(case: LayerWorkload, rank: int, tokens: int) -> int:
 def rope_table(case: LayerWorkload) -> Cost:
     """Return the cost of a table with cos and sin of every position. Layers that rotate alike share
     one, which is counted in the first of them; it is zero for the others."""
-    channels, first = case.spec.rotary_dim or case.spec.head_dim, case.spec.index == case.spec.rope_like
+    channels = case.spec.rotary_dim or case.spec.head_dim
+    first = case.spec.index == case.spec.rope_like
     return Cost(2 * case.capacity * channels * case.element_bytes if first else 0)

@@ -17,7 +17,8 @@ from methods.base import LayerWorkload
 from methods.parts import costs
 from methods.tiers.traffic import Traffic
 
-Load = Callable[[Tensor | Ragged, Tensor | None], Segment]  # chunks [B G K], and their slots -> their K*size tokens
+# chunks [B G K], and their slots -> their K*size tokens
+Load = Callable[[Tensor | Ragged, Tensor | None], Segment]
 
 
 class HitCache:
@@ -41,7 +42,9 @@ class HitCache:
         """Allocate memory for `count` chunks of each KV head, and mark all places as empty. `like`
         [B G S D] gives shape, dtype and device."""
         self.held = torch.full((*like.shape[:2], count), self._none, device=like.device)
-        self.held_k, self.held_v = (like.new_zeros(*self.held.shape, self.size * like.shape[3]) for _ in "kv")
+        self.held_k, self.held_v = (
+            like.new_zeros(*self.held.shape, self.size * like.shape[3]) for _ in "kv"
+        )
 
     @property
     def _none(self) -> int:
@@ -49,7 +52,9 @@ class HitCache:
         chunk's."""
         return self.total.most if isinstance(self.total, PerSequence) else self.total
 
-    def read_through(self, chunks: Tensor | Ragged, load: Load, traffic: Traffic, *, may_wait: bool) -> Segment:
+    def read_through(
+        self, chunks: Tensor | Ragged, load: Load, traffic: Traffic, *, may_wait: bool
+    ) -> Segment:
         """Return keys and values of the chosen chunks [B G K], whose order may change, and hold
         these chunks from now on. `traffic` counts how many were asked for and how many were held
         already. `load` loads the others. If the host must not wait to learn which these are
@@ -63,7 +68,9 @@ class HitCache:
             whole = without_missing(as_wide(chunks.whole, self.held.shape[2], 2), chunks.counts, 0)
             chunks = Ragged.filled_up(whole, chunks.sizes)
         slots, there = self._slots(chunks), _present(chunks)
-        known = torch.ones_like(slots, dtype=torch.bool) if there is None else there.expand_as(slots)
+        known = (
+            torch.ones_like(slots, dtype=torch.bool) if there is None else there.expand_as(slots)
+        )
         traffic.tally_each("looked_up", known.sum((1, 2)))
         traffic.tally_each("found", (known & (slots >= 0)).sum((1, 2)))
         loaded, tokens = load(chunks, slots), self.held.shape[2] * self.size
@@ -72,7 +79,9 @@ class HitCache:
 
     def _load_missing(self, chunks: Tensor, load: Load) -> int:
         """Load the chunks [B G K] that are not held, and return how many these are."""
-        nowhere = torch.zeros(*chunks.shape[:2], self._none + 1, dtype=torch.bool, device=chunks.device)
+        nowhere = torch.zeros(
+            *chunks.shape[:2], self._none + 1, dtype=torch.bool, device=chunks.device
+        )
         new = ~nowhere.scatter(2, self.held, True).gather(2, chunks)
         free = ~nowhere.scatter(2, chunks, True).gather(2, self.held)
         per_head = new.sum(2)
@@ -80,11 +89,14 @@ class HitCache:
         if count == chunks.shape[2]:
             self._hold_all(chunks, *load(chunks, None)[:2])
         elif count:
-            places = free.int().topk(count).indices  # the free ones first, then places that stay as they are
+            # the free ones first, then places that stay as they are
+            places = free.int().topk(count).indices
             incoming = chunks.gather(2, new.int().topk(count).indices)
             incoming = torch.where(free.gather(2, places), incoming, self.held.gather(2, places))
             self.held.scatter_(2, places, incoming)
-            for kept, fresh in zip((self.held_k, self.held_v), load(incoming, None)[:2], strict=True):
+            for kept, fresh in zip(
+                (self.held_k, self.held_v), load(incoming, None)[:2], strict=True
+            ):
                 ops.put_rows(kept, places, fresh.view(*incoming.shape, -1))
         return int(missed)
 
@@ -108,7 +120,9 @@ class HitCache:
     def _tokens(self, chunks: Tensor | Ragged) -> Segment:
         """Return all held keys and values as one segment [B G K*size D]. If sequences have
         different numbers of `chunks`, its `live` says how many tokens of each are valid."""
-        live = (chunks.sizes * self.size).on(self.held.device) if isinstance(chunks, Ragged) else None
+        live = (
+            (chunks.sizes * self.size).on(self.held.device) if isinstance(chunks, Ragged) else None
+        )
         dim = self.held_k.shape[3] // self.size
         k, v = (x.view(*x.shape[:2], -1, dim) for x in (self.held_k, self.held_v))
         return Segment(k, v, live=live)

@@ -23,7 +23,8 @@ from methods.base import AttnInput
 LENGTHS = (512, 1024, 2048, 4096)  # tokens
 FEW, MORE = 3, 9  # iterations
 LEAST, MOST = 3, 300
-REPEATS, ENOUGH_S = 3, 1.0  # the fastest counts, since the first pays for allocations; calls that take seconds run once
+# the fastest counts, since the first pays for allocations; calls that take seconds run once
+REPEATS, ENOUGH_S = 3, 1.0
 Made = TypeVar("Made")
 
 
@@ -51,7 +52,9 @@ class Fit(NamedTuple):
 
 
 def measure(
-    layers: int, observe: Callable[[int], Iterator[AttnInput]], cluster: Callable[[Tensor, int], object]
+    layers: int,
+    observe: Callable[[int], Iterator[AttnInput]],
+    cluster: Callable[[Tensor, int], object],
 ) -> Fit:
     """Time prefill and clustering on this machine. `layers`: how many layers the model has.
     `observe(tokens)` runs text through it and yields each layer's input, as in `Method.prepare`;
@@ -65,7 +68,11 @@ def measure(
         few.append(_fastest(partial(cluster, keys, FEW))[0])
         more.append(_fastest(partial(cluster, keys, MORE))[0])
     each = [max(b - a, 0.0) / (MORE - FEW) for a, b in zip(few, more, strict=True)]
-    return Fit(*polynomial(LENGTHS, prefill, 2), *polynomial(LENGTHS, few, 1), *polynomial(LENGTHS, each, 1))
+    return Fit(
+        *polynomial(LENGTHS, prefill, 2),
+        *polynomial(LENGTHS, few, 1),
+        *polynomial(LENGTHS, each, 1),
+    )
 
 
 def polynomial(lengths: Sequence[int], seconds: Sequence[float], degree: int) -> list[float]:
@@ -78,9 +85,15 @@ def polynomial(lengths: Sequence[int], seconds: Sequence[float], degree: int) ->
     terms = torch.stack([(s / s.max()) ** power / s for power in range(degree, -1, -1)], 1)
     kept = [torch.tensor(mask) for mask in product((False, True), repeat=degree + 1) if any(mask)]
     fits = [
-        terms.new_zeros(degree + 1).masked_scatter(k, torch.linalg.lstsq(terms[:, k], t / s).solution) for k in kept
+        terms.new_zeros(degree + 1).masked_scatter(
+            k, torch.linalg.lstsq(terms[:, k], t / s).solution
+        )
+        for k in kept
     ]
-    best = min((fit for fit in fits if (fit >= 0).all()), key=lambda fit: float((terms @ fit - t / s).norm()))
+    best = min(
+        (fit for fit in fits if (fit >= 0).all()),
+        key=lambda fit: float((terms @ fit - t / s).norm()),
+    )
     return [float(f"{c / float(s.max()) ** (degree - i):.4g}") for i, c in enumerate(best.tolist())]
 
 

@@ -55,7 +55,9 @@ def narrowed(columns: Tensor, chosen: Tensor) -> Tensor:
 
     columns [B G D D]: the matrix A of each head; chosen [B G D]: bool"""
     at = chosen.int().topk(int(chosen.sum(-1).max())).indices
-    return (columns * chosen.unsqueeze(2)).gather(3, at.unsqueeze(2).expand(-1, -1, columns.shape[2], -1))
+    return (columns * chosen.unsqueeze(2)).gather(
+        3, at.unsqueeze(2).expand(-1, -1, columns.shape[2], -1)
+    )
 
 
 class GrowingRows:
@@ -75,7 +77,11 @@ class GrowingRows:
         self.append(rows)
 
     def batched(
-        self, indices: Sequence[GrowingRows], cache: CacheState, seen: int | PerSequence, dead: int | None
+        self,
+        indices: Sequence[GrowingRows],
+        cache: CacheState,
+        seen: int | PerSequence,
+        dead: int | None,
     ) -> GrowingRows:
         """Return an index that reads and writes the rows of all `indices`, one per cache, for steps
         that their sequences take together. `cache`: the state of the joint step; `seen`: how many

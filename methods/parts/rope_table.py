@@ -71,7 +71,11 @@ class RopeTable:
             self.cos, self.sin = (pad(part, (0, 0, 0, more)) for part in (self.cos, self.sin))
 
     def batched(
-        self, tables: Sequence[RopeTable], cache: CacheState, seen: int | PerSequence, dead: int | None
+        self,
+        tables: Sequence[RopeTable],
+        cache: CacheState,
+        seen: int | PerSequence,
+        dead: int | None,
     ) -> RopeTable:
         """Return a table of cos and sin that reads and writes those of all `tables`, one per cache,
         for steps that their sequences take together. `cache`: the state of the joint step; `seen`:
@@ -110,7 +114,9 @@ class RopeTable:
 
         return self._apply(both, x, positions).to(x.dtype)
 
-    def _apply(self, way: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, positions: Tensor) -> Tensor:
+    def _apply(
+        self, way: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, positions: Tensor
+    ) -> Tensor:
         cos, sin = self.cos[positions].float(), self.sin[positions].float()
         if positions.dim() == 1:
             return way(x.float(), cos.unsqueeze(0), sin.unsqueeze(0))
@@ -123,14 +129,24 @@ class RopeTables(RopeTable):
     their sequences take together."""
 
     def __init__(
-        self, tables: Sequence[RopeTable], cache: CacheState, seen: int | PerSequence, dead: int | None
+        self,
+        tables: Sequence[RopeTable],
+        cache: CacheState,
+        seen: int | PerSequence,
+        dead: int | None,
     ) -> None:
         self.cache, self._first = cache, seen
         for table in tables:
             table.make_room()
-        rows = [(table.cos[None], table.sin[None]) for table in tables for _ in range(table.cache.request.batch)]
+        rows = [
+            (table.cos[None], table.sin[None])
+            for table in tables
+            for _ in range(table.cache.request.batch)
+        ]
         self._turns = [with_free_slots(parts, 1, dead) for parts in zip(*rows, strict=True)]
-        self._written = [Ragged([part[None] for part in turn.parts], dead=dead) for turn in self._turns]
+        self._written = [
+            Ragged([part[None] for part in turn.parts], dead=dead) for turn in self._turns
+        ]
         self.cos, self.sin = (cast(Tensor, turn) for turn in self._turns)
         self._noted = -1  # the last step that is in the tables
 

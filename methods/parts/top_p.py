@@ -41,7 +41,8 @@ def carrying(logits: Tensor, always: Tensor, mass: float) -> Tensor:
     """Return which candidates a step reads, [B C K]: of each query head the fewest that, with the
     tokens that are always read, carry a share `mass` of the softmax over both. logits [B C h K] of
     the candidates, minus infinity for missing ones; always [B C h], the log-sum-exp of the others"""
-    both = torch.cat([always.unsqueeze(-1), logits], -1).double()  # in fp32 the sums of many weights are off
+    # in fp32 the sums of many weights are off
+    both = torch.cat([always.unsqueeze(-1), logits], -1).double()
     first, weights = both.softmax(-1).split([1, logits.shape[3]], -1)
     ordered, order = weights.sort(stable=True, dim=-1, descending=True)
     before = first + ordered.cumsum(-1) - ordered

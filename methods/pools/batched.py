@@ -31,14 +31,20 @@ class BatchedHostRows:
     """Read rows [B G C W] of several sequences in place, in host memory, as `HostRows` does for one
     cache. What moves is counted for each sequence by itself."""
 
-    def __init__(self, rooms: Sequence[Tensor], device: torch.device, dim: int = 2, dead: int | None = None) -> None:
+    def __init__(
+        self, rooms: Sequence[Tensor], device: torch.device, dim: int = 2, dead: int | None = None
+    ) -> None:
         """`rooms`: a tensor [1 G C W] per sequence, with all its rows. They differ in size in
         dimension `dim`. `device` reads them. `dead`: how many free slots, places for sequences that
         join later, follow them; None: there are no slots."""
         self.rows = with_free_slots(rooms, dim, dead, reader=device)
 
     def gather(
-        self, rows: Tensor | Ragged, traffic: Traffic, slots: Tensor | None = None, held: Tensor | None = None
+        self,
+        rows: Tensor | Ragged,
+        traffic: Traffic,
+        slots: Tensor | None = None,
+        held: Tensor | None = None,
     ) -> Tensor:
         """Return chosen rows on the device, as `HostRows.gather` does, rows [B G K] -> [B G K W].
         If sequences choose different numbers of rows, `rows` is `Ragged` (a tensor per sequence),
@@ -47,8 +53,11 @@ class BatchedHostRows:
         row_bytes, chosen = self.rows.shape[3] * self.rows.dtype.itemsize, filled(rows)
         if slots is not None and held is None:
             nothing = (*chosen.shape[:2], 1, self.rows.shape[3])
-            held, slots = torch.zeros(nothing, dtype=self.rows.dtype, device=chosen.device), slots.clamp(max=0)
-        moved: Tensor | Ragged = ops.gather_tiers(self.rows, rows if slots is None else chosen, held, slots)
+            held = torch.zeros(nothing, dtype=self.rows.dtype, device=chosen.device)
+            slots = slots.clamp(max=0)
+        moved: Tensor | Ragged = ops.gather_tiers(
+            self.rows, rows if slots is None else chosen, held, slots
+        )
         if slots is not None:
             count = (slots < 0).sum((1, 2))
         elif isinstance(rows, Ragged):
@@ -57,7 +66,8 @@ class BatchedHostRows:
             count = torch.full((len(chosen),), chosen[0].numel(), device=chosen.device)
         traffic.tally("to_device_bytes", count * row_bytes)
         whole, lacking = filled(moved), chosen.shape[2] - filled(moved).shape[2]
-        return pad(whole, (0, 0, 0, lacking)) if lacking else whole  # plain torch returns only existing rows
+        # plain torch returns only existing rows
+        return pad(whole, (0, 0, 0, lacking)) if lacking else whole
 
     def in_place(self, count: int, traffic: Traffic) -> Tensor:
         """Return all rows [B G C W], for an operation that reads `count` chosen rows of each head
@@ -81,10 +91,18 @@ class BatchedStore(KVStore):
         with one head."""
         self.heads, self.cache = stores[0].heads, cache
         if isinstance(stores[0], PerHeadStore):
-            stores = [head for store in stores if isinstance(store, PerHeadStore) for head in store.stores]
+            stores = [
+                head for store in stores if isinstance(store, PerHeadStore) for head in store.stores
+            ]
             dead = None if dead is None else dead * self.heads
-        rows = [(k, v) for store in stores for k, v in zip(store.k_rows.split(1), store.v_rows.split(1), strict=True)]
-        self._keys, self._values = (with_free_slots(side, dead=dead) for side in zip(*rows, strict=True))
+        rows = [
+            (k, v)
+            for store in stores
+            for k, v in zip(store.k_rows.split(1), store.v_rows.split(1), strict=True)
+        ]
+        self._keys, self._values = (
+            with_free_slots(side, dead=dead) for side in zip(*rows, strict=True)
+        )
         self._lengths = per_sequence([store.length for store in stores for _ in store.k_rows], dead)
         self._segments: dict[tuple[int | PerSequence, int | PerSequence | None], Segment] = {}
 
@@ -96,7 +114,9 @@ class BatchedStore(KVStore):
         ops.put_rows(self._values, rows, v.reshape(*held, *v.shape[2:]))
 
     def next_row(self) -> NextRow:
-        return NextRow(self._keys, self._values, self.cache.counters.first(self._lengths, self._keys.device))
+        return NextRow(
+            self._keys, self._values, self.cache.counters.first(self._lengths, self._keys.device)
+        )
 
     def each(self, q: Tensor, attend: Attend) -> Tensor:
         """Return attend(q, this store, None), where the queries of KV heads with stores of their own
@@ -135,10 +155,18 @@ class BatchedPool:
         if isinstance(pools[0], PerHeadPool):
             dead = None if dead is None else dead * pools[0].spec.num_kv_heads
             pools = [head for pool in pools if isinstance(pool, PerHeadPool) for head in pool.pools]
-        self.tier, self.codec, self.cache, device = pools[0].tier, pools[0].codec, cache, cache.request.device
+        self.tier = pools[0].tier
+        self.codec = pools[0].codec
+        self.cache = cache
+        device = cache.request.device
         rooms = [sequence for pool in pools for sequence in pool.rooms()]
-        parts, tokens = [list(map(_readable, same)) for same in zip(*rooms, strict=True)], len(pools[0].layout.tokens)
-        self._on_host = [BatchedHostRows(same, device, dead=dead) for same in parts[:tokens] if self.tier != DEVICE]
+        parts = [list(map(_readable, same)) for same in zip(*rooms, strict=True)]
+        tokens = len(pools[0].layout.tokens)
+        self._on_host = [
+            BatchedHostRows(same, device, dead=dead)
+            for same in parts[:tokens]
+            if self.tier != DEVICE
+        ]
         tensors = [rows.rows for rows in self._on_host]
         tensors += [with_free_slots(same, dead=dead) for same in parts[len(tensors) :]]
         *encoded, self._tail_k, self._tail_v = (cast(Tensor, x) for x in tensors)
@@ -176,7 +204,9 @@ class BatchedPool:
             parts.append(Segment(*first((self._tail_k, self._tail_v), plain)))
         return parts
 
-    def gather(self, rows: Tensor | Ragged, slots: Tensor | None = None, *, early: bool = False) -> Arrival[Segment]:
+    def gather(
+        self, rows: Tensor | Ragged, slots: Tensor | None = None, *, early: bool = False
+    ) -> Arrival[Segment]:
         """Ask for chosen tokens, decoded, on the device, as `Pool.gather` does. If sequences choose
         different numbers of them, `rows` is `Ragged` (a tensor per sequence), the segment is filled
         up, and its `live` holds the numbers. Tokens whose `slots` entry is 0 or more do not move
@@ -189,7 +219,9 @@ class BatchedPool:
         was meant: so nothing depends on numbers that only the device knows."""
         chosen = filled(rows)
         by_group = chosen.reshape(len(chosen), self._groups, -1)
-        encoded, tails = (numbers.on(chosen.device).view(-1, 1, 1) for numbers in (self.encoded, self._tails))
+        encoded, tails = (
+            numbers.on(chosen.device).view(-1, 1, 1) for numbers in (self.encoded, self._tails)
+        )
         at = by_group.minimum(encoded - 1).clamp(min=0)
         stored, places = self._stored, cast(Tensor | None, at)
         if self._on_host:
@@ -197,7 +229,9 @@ class BatchedPool:
             unread = None if slots is None else slots.view_as(at)
             moved = (held.gather(of_each, traffic, unread) for held in self._on_host)
             stored, places = stored._replace(tokens=tuple(moved)), None
-        k, v = self.codec.decode_rows(stored, places, at // self.codec.block, self.cache.request.dtype)
+        k, v = self.codec.decode_rows(
+            stored, places, at // self.codec.block, self.cache.request.dtype
+        )
         if self.codec.block > 1:
             behind = (by_group - encoded).minimum(tails - 1).clamp(min=0)
             exact = (ops.gather_rows(side, behind) for side in (self._tail_k, self._tail_v))

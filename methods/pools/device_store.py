@@ -38,7 +38,8 @@ class KVStore:
     CUDA graph."""
 
     tier: ClassVar[str] = DEVICE
-    steady: tuple[str, ...] = ("k_rows", "v_rows")  # steps append to them, and have changed no existing row
+    # steps append to them, and have changed no existing row
+    steady: tuple[str, ...] = ("k_rows", "v_rows")
 
     def __init__(self, spec: LayerSpec, cache: CacheState, capacity: int) -> None:
         request = cache.request
@@ -182,12 +183,21 @@ class PerHeadStore(KVStore):
     `length` is the mean over the heads: a whole number for one sequence, whose tokens are a multiple
     of its heads, and rounded down where sequences of a batch hold different numbers (KVzip)."""
 
-    def __init__(self, spec: LayerSpec, cache: CacheState, k: Sequence[Tensor], v: Sequence[Tensor], room: int) -> None:
+    def __init__(
+        self,
+        spec: LayerSpec,
+        cache: CacheState,
+        k: Sequence[Tensor],
+        v: Sequence[Tensor],
+        room: int,
+    ) -> None:
         """Fill the stores. k, v: a tensor [S D] for every head, one sequence after the other.
         `room`: for how many later tokens each has room."""
         self.cache, self.heads = cache, spec.num_kv_heads
         alone = CacheState(replace(cache.request, batch=1), counters=cache.counters)
-        self.stores = [KVStore(replace(spec, num_kv_heads=1), alone, len(keys) + room) for keys in k]
+        self.stores = [
+            KVStore(replace(spec, num_kv_heads=1), alone, len(keys) + room) for keys in k
+        ]
         for store, keys, values in zip(self.stores, k, v, strict=True):
             store.append(keys[None, None], values[None, None])
         self.length = sum(store.length for store in self.stores) // len(self.stores)
@@ -231,4 +241,6 @@ class PerHeadStore(KVStore):
         [B H T D]."""
         queries = q.unflatten(1, (self.heads, -1)).flatten(0, 1).split(1)
         heads = cycle(range(self.heads))
-        return torch.cat([attend(*head) for head in zip(queries, self.stores, heads, strict=False)]).view(q.shape)
+        return torch.cat(
+            [attend(*head) for head in zip(queries, self.stores, heads, strict=False)]
+        ).view(q.shape)

@@ -18,10 +18,14 @@ class PerHeadPool(Pool):
     """Hold the tokens of every KV head of every sequence in a pool of its own, on the device, as
     `PerHeadStore` does with plain rows. `length` and `encoded` are means over the heads."""
 
-    def __init__(self, spec: LayerSpec, cache: CacheState, heads: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(
+        self, spec: LayerSpec, cache: CacheState, heads: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
         """Encode `heads`: keys and values [S D] of every head, one sequence after the other. Their
         tokens together are a multiple of the number of heads."""
-        alone = CacheState(replace(cache.request, batch=1), counters=cache.counters, engine=cache.engine)
+        alone = CacheState(
+            replace(cache.request, batch=1), counters=cache.counters, engine=cache.engine
+        )
         self.pools = [Pool(replace(spec, num_kv_heads=1), alone, len(k)) for k, _ in heads]
         for pool, (k, v) in zip(self.pools, heads, strict=True):
             pool.append(k[None, None], v[None, None])

@@ -34,7 +34,9 @@ class Pool:
 
     steady: ClassVar[tuple[str, ...]] = ("_tokens", "_blocks")  # as in KVStore
 
-    def __init__(self, spec: LayerSpec, cache: CacheState, capacity: int, codec: Codec | None = None) -> None:
+    def __init__(
+        self, spec: LayerSpec, cache: CacheState, capacity: int, codec: Codec | None = None
+    ) -> None:
         """Make room for `capacity` tokens of `spec.num_kv_heads` heads, in the tier that the
         request names, and in the request's codec unless `codec` is given."""
         request = cache.request
@@ -43,7 +45,10 @@ class Pool:
         self.length = 0
         blocks = capacity // codec.block
         self.layout = layout = codec.layout(spec.head_dim, request.dtype)
-        self._tokens = [self._rows(rows_in(request.placement), blocks * codec.block, *kind) for kind in layout.tokens]
+        self._tokens = [
+            self._rows(rows_in(request.placement), blocks * codec.block, *kind)
+            for kind in layout.tokens
+        ]
         self._blocks = [self._rows(DeviceRows, blocks, *kind) for kind in layout.blocks]
         self._tail: list[Rows] = []  # K and V from the first token on that fills no block
 
@@ -81,7 +86,9 @@ class Pool:
             self._make_tail()
             self._put(self._tail, (k[:, :, whole:], v[:, :, whole:]), 0)
 
-    def gather(self, rows: Tensor, slots: Tensor | None = None, *, early: bool = False) -> Arrival[Segment]:
+    def gather(
+        self, rows: Tensor, slots: Tensor | None = None, *, early: bool = False
+    ) -> Arrival[Segment]:
         """Ask for chosen tokens, decoded, on the device; `wait` of the result returns k, v
         [B G K D], for rows [B G K], or [B H K D] for rows [B H K] of query heads. Tokens whose
         entry in `slots`, of the same shape as `rows`, is 0 or more need not move: their values are
@@ -119,22 +126,36 @@ class Pool:
         return Segment(torch.cat([k, tail.k], 2), torch.cat([v, tail.v], 2))
 
     def _segments(self, traffic: Traffic) -> list[Segment | Codes | Rotated]:
-        written = [self.codec.segment(self._stored(traffic), self.cache.request.dtype)] if self.encoded else []
+        written = (
+            [self.codec.segment(self._stored(traffic), self.cache.request.dtype)]
+            if self.encoded
+            else []
+        )
         return written if self.length == self.encoded else [*written, self._last(traffic)]
 
     def channels(self, channels: Tensor) -> Tensor:
         """Return the chosen channels [B G r] of all keys on the device, as [B G r S]."""
         if self.codec == PLAIN:
             tokens, length = self._tokens[0], self.length
-            return self.cache.fetch(lambda traffic: tokens.columns(channels, length, traffic)).wait()
-        return self.whole().wait().k.mT.gather(2, channels.unsqueeze(3).expand(-1, -1, -1, self.length))
+            return self.cache.fetch(
+                lambda traffic: tokens.columns(channels, length, traffic)
+            ).wait()
+        return (
+            self.whole()
+            .wait()
+            .k.mT.gather(2, channels.unsqueeze(3).expand(-1, -1, -1, self.length))
+        )
 
     def held(self) -> Tensors:
         """Return all tensors by name (methods/tiers/block.py), as they are encoded and where they
         lie: nothing moves, and nothing is decoded."""
         blocks = self.encoded // self.codec.block
         tokens = tuple(rows.held(self.encoded) for rows in self._tokens)
-        stored = Encoded(tokens, tuple(rows.held(blocks) for rows in self._blocks)) if blocks else Encoded(())
+        stored = (
+            Encoded(tokens, tuple(rows.held(blocks) for rows in self._blocks))
+            if blocks
+            else Encoded(())
+        )
         tail = self._tail if self.encoded < self.length else []
         return named(self.codec, stored, [rows.held(self.length - self.encoded) for rows in tail])
 
@@ -145,7 +166,9 @@ class Pool:
         rooms = [x.held(x.shape[2]) for x in rows]
         if not self._tail:
             shape = (self.cache.request.batch, self.spec.num_kv_heads, 0, self.spec.head_dim)
-            rooms += [torch.empty(shape, dtype=self.cache.request.dtype, device=self.cache.request.device)] * 2
+            rooms += [
+                torch.empty(shape, dtype=self.cache.request.dtype, device=self.cache.request.device)
+            ] * 2
         return (list(sequence) for sequence in zip(*(room.split(1) for room in rooms), strict=True))
 
     def take(self, held: Mapping[str, Tensor]) -> None:
@@ -155,9 +178,17 @@ class Pool:
         self._extend(tokens_in(held))
         if tail:
             self._make_tail()
-        for kind, tensors in ((self._tokens, stored.tokens), (self._blocks, stored.blocks), (self._tail, tail)):
+        for kind, tensors in (
+            (self._tokens, stored.tokens),
+            (self._blocks, stored.blocks),
+            (self._tail, tail),
+        ):
             for rows, x in zip(kind, tensors, strict=False):
-                if (x.shape[:2], x.shape[3], x.dtype) != (rows.shape[:2], rows.shape[3], rows.dtype):
+                if (x.shape[:2], x.shape[3], x.dtype) != (
+                    rows.shape[:2],
+                    rows.shape[3],
+                    rows.dtype,
+                ):
                     raise ValueError(
                         f"Stored rows are {list(x.shape)} {x.dtype}, and this cache needs {list(rows.shape)} "
                         f"{rows.dtype}: go on with the model, batch, dtype and codec that they are of."
@@ -176,24 +207,35 @@ class Pool:
 
     def _rows(self, kind: type[Rows], count: int, width: int, dtype: torch.dtype) -> Rows:
         request = self.cache.request
-        return kind((request.batch, self.spec.num_kv_heads, count, width), dtype, request.place(self.spec.index))
+        return kind(
+            (request.batch, self.spec.num_kv_heads, count, width),
+            dtype,
+            request.place(self.spec.index),
+        )
 
     def _make_tail(self) -> None:
         room = min(self.capacity, self.codec.block)
-        self._tail = [self._rows(DeviceRows, room, self.spec.head_dim, self.cache.request.dtype) for _ in range(2)]
+        self._tail = [
+            self._rows(DeviceRows, room, self.spec.head_dim, self.cache.request.dtype)
+            for _ in range(2)
+        ]
 
     def _put(self, held: Sequence[Rows], tensors: Sequence[Tensor], start: int) -> None:
         for rows, x in zip(held, tensors, strict=True):
             self.cache.send(partial(rows.put, x, start))
 
     @staticmethod
-    def _read(held: Sequence[Rows], rows: Tensor, traffic: Traffic, slots: Tensor | None = None) -> tuple[Tensor, ...]:
+    def _read(
+        held: Sequence[Rows], rows: Tensor, traffic: Traffic, slots: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """Return the chosen rows of each tensor in `held`, on the device; all of them lie in one
         tier, so the row numbers are sent there once. Arguments as in `Rows.gather`."""
         at = rows.to(held[0].home) if held else rows
         return tuple(x.gather(at, traffic, slots) for x in held)
 
-    def _decoded(self, rows: Tensor, traffic: Traffic, slots: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _decoded(
+        self, rows: Tensor, traffic: Traffic, slots: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return k, v [B G K D] of chosen tokens, rows [B G K]: those in whole blocks decoded, and
         those of the plain tail as they are. `slots` as in `gather`."""
         encoded = self.encoded
@@ -206,7 +248,9 @@ class Pool:
         late = (rows >= encoded).unsqueeze(-1)
         return torch.where(late, k, decoded[0]), torch.where(late, v, decoded[1])
 
-    def _decoded_rows(self, rows: Tensor, traffic: Traffic, slots: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _decoded_rows(
+        self, rows: Tensor, traffic: Traffic, slots: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return k, v [B G K D] of chosen tokens that are encoded, decoded. On the device the codes
         are read in place; from another tier they are moved first."""
         blocks, of_block = rows // self.codec.block, tuple(x.held(x.shape[2]) for x in self._blocks)
@@ -219,7 +263,9 @@ class Pool:
 
     def _extend(self, end: int) -> None:
         if end > self.capacity:
-            raise ValueError(f"The pool holds {self.capacity} tokens but was given {end}: start it with more capacity.")
+            raise ValueError(
+                f"The pool holds {self.capacity} tokens but was given {end}: start it with more capacity."
+            )
         self.length = end
 
 

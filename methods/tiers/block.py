@@ -36,7 +36,9 @@ class SplitRows:
 
     def cut(self, start: int, end: int) -> SplitRows:
         """Return the rows of the tokens from `start` up to `end`, as views."""
-        return SplitRows(*(part[..., max(0, start - at) : max(0, end - at), :] for at, part in self._placed()))
+        return SplitRows(
+            *(part[..., max(0, start - at) : max(0, end - at), :] for at, part in self._placed())
+        )
 
     def each(self, change: Callable[[Tensor, int], Tensor]) -> SplitRows:
         """Return `change` applied to every part, where it lies. Its second argument is the number
@@ -76,7 +78,9 @@ def unnamed(codec: Codec, held: Mapping[str, Tensor]) -> tuple[Encoded, Sequence
     tail = [held[name] for name in (K, V) if name in held]
     if codec == PLAIN:
         return Encoded(tuple(tail)), []
-    kinds = ([x for name, x in sorted(held.items()) if name.startswith(kind)] for kind in (CODES, RANGES))
+    kinds = (
+        [x for name, x in sorted(held.items()) if name.startswith(kind)] for kind in (CODES, RANGES)
+    )
     return Encoded(*map(tuple, kinds)), tail
 
 

@@ -87,8 +87,14 @@ class Codec(ABC):
         if (codes := self.codes(stored)) is not None:
             decoded: tuple[Tensor, Tensor] = ops.decode_rows(codes, rows, blocks, dtype)
             return decoded
-        tokens = stored.tokens if rows is None else tuple(ops.gather_rows(x, rows) for x in stored.tokens)
-        return self.decode(Encoded(tokens, tuple(ops.gather_rows(x, blocks) for x in stored.blocks)), dtype)
+        tokens = (
+            stored.tokens
+            if rows is None
+            else tuple(ops.gather_rows(x, rows) for x in stored.tokens)
+        )
+        return self.decode(
+            Encoded(tokens, tuple(ops.gather_rows(x, blocks) for x in stored.blocks)), dtype
+        )
 
     def codes(self, stored: Encoded) -> Codes | None:
         """Return the encoded tokens in the form in which attention kernels read them without
@@ -172,7 +178,8 @@ class IntCodec(_Checked):
         codes = head_dim * self.bits // 8
         ranges = 2 * head_dim // min(self.group, head_dim)
         return Layout(
-            ((codes, torch.uint8), (codes, torch.uint8), (ranges, torch.float16)), ((2 * head_dim, torch.float16),)
+            ((codes, torch.uint8), (codes, torch.uint8), (ranges, torch.float16)),
+            ((2 * head_dim, torch.float16),),
         )
 
     def encode_unchecked(self, k: Tensor, v: Tensor) -> tuple[Encoded, Tensor]:
@@ -186,7 +193,9 @@ class IntCodec(_Checked):
     def decode(self, stored: Encoded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         (k, v, v_range), (k_range,) = stored
         (k_least, k_step), (v_least, v_step) = k_range.chunk(2, -1), v_range.chunk(2, -1)
-        return dequantise(k, k_least, k_step, self.bits, dtype), dequantise(v, v_least, v_step, self.bits, dtype)
+        return dequantise(k, k_least, k_step, self.bits, dtype), dequantise(
+            v, v_least, v_step, self.bits, dtype
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,12 +237,20 @@ class LevelCodec(_Checked):
 
     def check(self, head_dim: int) -> None:
         if head_dim % 8:
-            raise ValueError(f"Codes of a head size of {head_dim} do not fill bytes: it must be a multiple of 8.")
+            raise ValueError(
+                f"Codes of a head size of {head_dim} do not fill bytes: it must be a multiple of 8."
+            )
 
     def layout(self, head_dim: int, dtype: torch.dtype) -> Layout:
         self.check(head_dim)
         codes = head_dim * self.bits // 8
-        return Layout(((codes, torch.uint8), (codes, torch.uint8), (3 if self.residual_bit else 2, torch.float16)))
+        return Layout(
+            (
+                (codes, torch.uint8),
+                (codes, torch.uint8),
+                (3 if self.residual_bit else 2, torch.float16),
+            )
+        )
 
     def encode_unchecked(self, k: Tensor, v: Tensor) -> tuple[Encoded, Tensor]:
         written, bad = encode_levels(k, v, self.bits, self._signs)

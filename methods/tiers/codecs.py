@@ -34,13 +34,19 @@ CODECS = [
         codec="methods.tiers.codec.rotated_integers",
         choices="the same after a rotation, as int4h or int4g64h",
     ),
-    Spelling(pattern=r"tq(?P<bits>[234])", codec="methods.tiers.codec.turboquant", choices="tq4, tq3 or tq2"),
+    Spelling(
+        pattern=r"tq(?P<bits>[234])",
+        codec="methods.tiers.codec.turboquant",
+        choices="tq4, tq3 or tq2",
+    ),
     Spelling(
         pattern=r"tq(?P<bits>[234])q",
         codec="methods.tiers.codec.turboquant_residual",
         choices="tq4q, tq3q or tq2q, with a residual bit",
     ),
-    Spelling(pattern="fp8", codec="methods.tiers.codec.FloatCodec", choices="fp8, which takes no group"),
+    Spelling(
+        pattern="fp8", codec="methods.tiers.codec.FloatCodec", choices="fp8, which takes no group"
+    ),
 ]
 
 
@@ -59,7 +65,11 @@ def codec_of(name: str) -> Codec:
     for line in CODECS:
         if named := re.fullmatch(line.pattern, name):
             module, _, kind = line.codec.rpartition(".")
-            given = {argument: int(value) for argument, value in named.groupdict().items() if value is not None}
+            given = {
+                argument: int(value)
+                for argument, value in named.groupdict().items()
+                if value is not None
+            }
             codec: Codec = getattr(import_module(module), kind)(**given)
             return codec
     raise ValueError(f"{name!r} is not a codec: choose {choices()}.")

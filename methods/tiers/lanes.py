@@ -22,7 +22,8 @@ class TransferLane:
         self.beside = threads > 0
         self._name, self._count = f"transfer-{name}", threads
         self._threads: ThreadPoolExecutor | None = None  # from the first thing on
-        self._held, self._changed = 0, Condition()  # how many actions are neither done nor cancelled
+        # how many actions are neither done nor cancelled
+        self._held, self._changed = 0, Condition()
 
     def submit(self, action: Callable[[], T], after: Iterable[Future[Any]] = ()) -> Future[T]:
         """Run `action` once all of `after` have ended, whether or not they failed, and return a

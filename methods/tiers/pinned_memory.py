@@ -19,10 +19,12 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-Pin = Callable[[Tensor], Callable[[], None]]  # lets a GPU read memory in place; returns the function that undoes it
+# lets a GPU read memory in place; returns the function that undoes it
+Pin = Callable[[Tensor], Callable[[], None]]
 _PAGE = 4096  # bytes; whole pages are pinned
 ALIGNED = 64  # bytes; rows begin at a multiple of it
-STEP_BYTES = 64 << 20  # a pool pins so much at a time, so that many small conversations do not pin a piece each
+# a pool pins so much at a time, so that many small conversations do not pin a piece each
+STEP_BYTES = 64 << 20
 _PARTS = 8  # the most tensors of rows in a layer: those of a codec, and a copy of the keys
 
 
@@ -31,7 +33,10 @@ def registered(memory: Tensor) -> Callable[[], None]:
     Raises `RuntimeError` if the system does not allow so much locked memory."""
     cudart: Any = torch.cuda.cudart()
     address = memory.data_ptr()
-    _check(cudart.cudaHostRegister(address, memory.nbytes, 0), f"pin {memory.nbytes} bytes of host memory")
+    _check(
+        cudart.cudaHostRegister(address, memory.nbytes, 0),
+        f"pin {memory.nbytes} bytes of host memory",
+    )
 
     def undo() -> None:
         torch.cuda.synchronize()
@@ -138,7 +143,9 @@ class PinnedMemory:
         will hold."""
         memory, lease = self.lend(reservation_bytes(layers))
         sizes = [_region_bytes(rows) for rows in layers]
-        return PinnedReservation([Region(part, lease) for part in memory[: sum(sizes)].split(sizes)], memory)
+        return PinnedReservation(
+            [Region(part, lease) for part in memory[: sum(sizes)].split(sizes)], memory
+        )
 
     def lend(self, size: int) -> tuple[Tensor, Lease]:
         """Lend `size` bytes: return them as a uint8 tensor [size], and a lease. The memory belongs

@@ -52,7 +52,8 @@ class Rows(ABC):
     cross between the two are counted in the `traffic` given."""
 
     tier: ClassVar[str]
-    steady: ClassVar[tuple[str, ...]] = ("stored",)  # a step appends to them, and changes no existing row
+    # a step appends to them, and changes no existing row
+    steady: ClassVar[tuple[str, ...]] = ("stored",)
 
     def __init__(self, shape: Shape, dtype: torch.dtype, place: Place) -> None:
         self.shape, self.dtype, self.device = shape, dtype, place.device
@@ -86,7 +87,13 @@ class Rows(ABC):
         or on disk. No bytes move."""
         return self._all()[:, :, :count]
 
-    def gather(self, rows: Tensor, traffic: Traffic, slots: Tensor | None = None, held: Tensor | None = None) -> Tensor:
+    def gather(
+        self,
+        rows: Tensor,
+        traffic: Traffic,
+        slots: Tensor | None = None,
+        held: Tensor | None = None,
+    ) -> Tensor:
         """Return chosen rows on the device, rows [B G K] -> [B G K W].
 
         `slots` [B G K] and `held` [B G C W] avoid moving what a cache on the device has: a row
@@ -128,7 +135,9 @@ class MemoryRows(Rows):
 
     def __deepcopy__(self, memo: object) -> MemoryRows:
         copied = copy(self)
-        copied.stored = self.room(self.stored.shape, self.dtype, Place(self.device)).copy_(self.stored)
+        copied.stored = self.room(self.stored.shape, self.dtype, Place(self.device)).copy_(
+            self.stored
+        )
         return copied
 
 
@@ -167,13 +176,23 @@ class HostRows(MemoryRows):
     @classmethod
     def room(cls, shape: Shape, dtype: torch.dtype, place: Place) -> Tensor:
         there = None if place.region is None else place.region.cut(shape, dtype)
-        return torch.empty(shape, dtype=dtype, pin_memory=place.device.type == "cuda") if there is None else there
+        return (
+            torch.empty(shape, dtype=dtype, pin_memory=place.device.type == "cuda")
+            if there is None
+            else there
+        )
 
     @property
     def home(self) -> torch.device:
         return self.device
 
-    def gather(self, rows: Tensor, traffic: Traffic, slots: Tensor | None = None, held: Tensor | None = None) -> Tensor:
+    def gather(
+        self,
+        rows: Tensor,
+        traffic: Traffic,
+        slots: Tensor | None = None,
+        held: Tensor | None = None,
+    ) -> Tensor:
         """Let a kernel on the device read the chosen rows in host memory, so that the host need not
         wait for their numbers. Arguments as in `Rows.gather`."""
         if slots is not None and held is None:
@@ -183,7 +202,9 @@ class HostRows(MemoryRows):
         if slots is None:
             traffic.to_device_bytes += moved.nbytes
         else:
-            traffic.tally("to_device_bytes", (slots < 0).sum() * (self.shape[3] * self.dtype.itemsize))
+            traffic.tally(
+                "to_device_bytes", (slots < 0).sum() * (self.shape[3] * self.dtype.itemsize)
+            )
         return moved
 
     def first(self, count: int, traffic: Traffic) -> Tensor:
@@ -197,7 +218,9 @@ class HostRows(MemoryRows):
         if rows.nbytes < BLOCK_BYTES * self.shape[0] * self.shape[1]:
             if not rows.is_pinned():
                 return self._send(rows, traffic)
-            return self.gather(torch.arange(count, device=self.device).expand(*self.shape[:2], -1), traffic)
+            return self.gather(
+                torch.arange(count, device=self.device).expand(*self.shape[:2], -1), traffic
+            )
         moved = torch.empty(rows.shape, dtype=self.dtype, device=self.device)
         for there, here in zip(moved.flatten(0, 1), rows.flatten(0, 1), strict=True):
             there.copy_(here, non_blocking=True)
@@ -256,7 +279,13 @@ class DiskRows(Rows):
                 file.seek((head * self.shape[2] + start) * row_bytes)
                 file.write(rows.contiguous().view(torch.uint8).numpy())
 
-    def gather(self, rows: Tensor, traffic: Traffic, slots: Tensor | None = None, held: Tensor | None = None) -> Tensor:
+    def gather(
+        self,
+        rows: Tensor,
+        traffic: Traffic,
+        slots: Tensor | None = None,
+        held: Tensor | None = None,
+    ) -> Tensor:
         """Return chosen rows on the device, and read from the file only those that the device does
         not hold (their entry in `slots` is -1). Arguments as in `Rows.gather`."""
         if slots is None:
@@ -264,7 +293,9 @@ class DiskRows(Rows):
         heads = torch.arange(prod(self.shape[:2])).view(*self.shape[:2], 1)
         missing = slots.cpu() < 0
         at = (heads * self.shape[2] + rows.cpu())[missing]
-        read = self._send(ops.gather_rows(self._all().flatten(0, 2)[None, None], at[None, None])[0, 0], traffic)
+        read = self._send(
+            ops.gather_rows(self._all().flatten(0, 2)[None, None], at[None, None])[0, 0], traffic
+        )
         nothing = read.new_zeros(*rows.shape, self.shape[3])
         moved: Tensor = nothing if held is None else ops.gather_rows(held, slots.clamp(min=0))
         moved[missing.to(self.device)] = read
@@ -273,7 +304,9 @@ class DiskRows(Rows):
     def _all(self) -> Tensor:
         if not prod(self.shape):
             return torch.empty(self.shape, dtype=self.dtype)
-        return torch.from_file(str(self.file), shared=False, size=prod(self.shape), dtype=self.dtype).view(self.shape)
+        return torch.from_file(
+            str(self.file), shared=False, size=prod(self.shape), dtype=self.dtype
+        ).view(self.shape)
 
     def _send(self, x: Tensor, traffic: Traffic) -> Tensor:
         traffic.from_disk_bytes += x.nbytes

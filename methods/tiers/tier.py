@@ -34,7 +34,10 @@ TIERS: dict[str, Tier] = {  # name -> tier, the fastest first
         rows="methods.tiers.rows.HostRows",
         head="KV host",
         meaning="the same in host memory",
-        stamp=("H", "host tier in the device's own memory: traffic is counted, the bus is not real"),
+        stamp=(
+            "H",
+            "host tier in the device's own memory: traffic is counted, the bus is not real",
+        ),
     ),
     DISK: Tier(
         rows="methods.tiers.rows.DiskRows",

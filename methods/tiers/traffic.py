@@ -31,12 +31,14 @@ class Traffic:
     from_disk_bytes: int = 0
     looked_up: int = 0  # rows that a cache on the device was asked for
     found: int = 0  # those of them that it had
-    samples: int = 0  # that heads drew, each of as many tokens as its bound on the error asks (vAttention)
+    # that heads drew, each of as many tokens as its bound on the error asks (vAttention)
+    samples: int = 0
     capped: int = 0  # those of them for which the budget allowed fewer draws
     exposed_s: float = 0.0  # seconds in which the model waited for rows to arrive on the device
     hidden_s: float = 0.0  # seconds in which rows arrived while it computed
     several: bool = False  # counts sequences that step together, each by itself
-    tallies: dict[str, Tensor] = field(default_factory=dict)  # counts that are on the device, until `settle`
+    # counts that are on the device, until `settle`
+    tallies: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
@@ -62,7 +64,8 @@ class Traffic:
         tensor [], or [B] for sequences that step together. The tensor that holds the sum stays the
         same, so that replays of a captured step add to it as well."""
         if name in self.tallies:
-            self.tallies[name] += amount.to(self.tallies[name].device)  # a layer may lie on another GPU
+            # a layer may lie on another GPU
+            self.tallies[name] += amount.to(self.tallies[name].device)
         else:
             self.tallies[name] = amount.clone()
 

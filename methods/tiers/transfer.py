@@ -38,7 +38,9 @@ class TransferEngine:
     """Move keys and values between host and device, and compute on the CPU in parallel to the
     model, for all caches of one device and for the store of conversations."""
 
-    def __init__(self, *, threads: int = 0, works: bool = False, pinned_memory: PinnedMemory | None = None) -> None:
+    def __init__(
+        self, *, threads: int = 0, works: bool = False, pinned_memory: PinnedMemory | None = None
+    ) -> None:
         """`threads`: how many threads move rows that are asked for ahead of their use; 0: the
         caller moves them. `works`: whether a thread computes what `work` is given; else the caller
         does. `pinned_memory`: lends host memory that is pinned before a clock starts."""
@@ -105,7 +107,9 @@ def shared_engine(device: torch.device) -> TransferEngine:
     is created at the first call, and again once nobody refers to it."""
     if (engine := _shared.get(device)) is None:
         pinned_memory = PinnedMemory() if device.type == "cuda" else None
-        engine = _shared[device] = TransferEngine(threads=1, works=True, pinned_memory=pinned_memory)
+        engine = _shared[device] = TransferEngine(
+            threads=1, works=True, pinned_memory=pinned_memory
+        )
     return engine
 
 
@@ -126,8 +130,10 @@ class Arrival(Generic[T]):
         for a `Branch` where the rows are asked for. May be called again."""
         if self._read is not None:
             self._rows = self._come(self._read)
-            self._into.add(self._moved)  # whose counts may be on the device, made by the stream that moved the rows
-            self._read = None  # and with it the tensors that it reads, which may be overwritten from now on
+            # whose counts may be on the device, made by the stream that moved the rows
+            self._into.add(self._moved)
+            # and with it the tensors that it reads, which may be overwritten from now on
+            self._read = None
         return self._rows
 
     def __deepcopy__(self, memo: dict[int, object]) -> Arrival[T]:
@@ -147,7 +153,9 @@ class InThread(Arrival[T]):
     """Represent keys and values from files, or a result of work on the CPU, that a thread brings.
     They do not move if this object is dropped before they begin to."""
 
-    def __init__(self, read: Callable[[Traffic], T], into: Traffic, on: torch.device, lane: TransferLane) -> None:
+    def __init__(
+        self, read: Callable[[Traffic], T], into: Traffic, on: torch.device, lane: TransferLane
+    ) -> None:
         """Begin now. `lane`: the queue with threads that runs `read`; without threads, the caller
         does. `on`: the device to which rows go."""
         super().__init__(read, into)
@@ -166,7 +174,8 @@ class InThread(Arrival[T]):
 
         asked = perf_counter()
         self._future = lane.submit(partial(run, move))
-        self._kept_s = 0.0 if lane.beside else perf_counter() - asked  # seconds in which the caller moved them
+        # seconds in which the caller moved them
+        self._kept_s = 0.0 if lane.beside else perf_counter() - asked
 
     def _come(self, read: Callable[[Traffic], T]) -> T:
         asked = perf_counter()
@@ -174,7 +183,8 @@ class InThread(Arrival[T]):
         self._moved.exposed_s = self._kept_s + perf_counter() - asked
         self._moved.hidden_s = max(0.0, min(asked, self._ready) - self._began - self._kept_s)
         for tensor in tree_leaves((rows, self._moved.tallies)):
-            if isinstance(tensor, Tensor) and tensor.is_cuda:  # another stream has made it, and must not reuse it yet
+            # another stream has made it, and must not reuse it yet
+            if isinstance(tensor, Tensor) and tensor.is_cuda:
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return rows
 

@@ -37,7 +37,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "new": {"type": count, "help": "tokens of an answer, or of a turn"},
     "budget": {"type": budget, "help": "share of the prompt, as 0.2, or tokens, as 512"},
     "methods": {"nargs": "*", "help": "names, or quest:select_per=kv_head"},
-    "config_dir": {"type": typed, "action": "append", "help": "look for method/NAME.yaml there, too"},
+    "config_dir": {
+        "type": typed,
+        "action": "append",
+        "help": "look for method/NAME.yaml there, too",
+    },
     "placement": {"choices": tuple(TIERS)},
     "overlap": {
         "choices": ("auto", "on", "off"),
@@ -52,7 +56,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "heads": {"type": count},
     "kv_heads": {"type": count},
     "head_dim": {"type": count},
-    "shape": {"choices": tuple(SHAPES), "help": "random weights of this shape instead of the embedded model"},
+    "shape": {
+        "choices": tuple(SHAPES),
+        "help": "random weights of this shape instead of the embedded model",
+    },
     "layers": {"type": count, "help": "of the random weights; all by default"},
     "synthetic": {"action": "store_true", "help": "no prefill: random K and V; so with --shape"},
     "prefill": {"type": count, "help": "tokens of a prompt whose attention is quadratic"},
@@ -67,15 +74,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 OUT: dict[str, Any] = {"minutes": None, "no_plot": False, "out": None}
 RUN: dict[str, Any] = {"dtype": "fp32", "device": "cpu", "rounds": 5, **OUT}
-FAST: dict[str, Any] = RUN | {"dtype": {"default": "bf16", "choices": measure.DTYPES}}  # dtypes with known limits
+# dtypes with known limits
+FAST: dict[str, Any] = RUN | {"dtype": {"default": "bf16", "choices": measure.DTYPES}}
 LAYER = {"heads": 32, "kv_heads": 8, "head_dim": 128}  # for `shape`
-METHODS: dict[str, Any] = {"methods": [], "config_dir": [], "placement": DEVICE, "reuse_steps": 0}  # no name: all
+# no name: all
+METHODS: dict[str, Any] = {"methods": [], "config_dir": [], "placement": DEVICE, "reuse_steps": 0}
 
 
 def parser(kind: str, about: str | None, **options: Any) -> ArgumentParser:
     """Return the argument parser of the benchmark `kind`. `options`: for each option its default,
     or a mapping with arguments of `add_argument` that replace those of OPTIONS."""
-    reader = ArgumentParser(allow_abbrev=False, prog=f"python -m harness.bench {kind}", description=about)
+    reader = ArgumentParser(
+        allow_abbrev=False, prog=f"python -m harness.bench {kind}", description=about
+    )
     for name, given in options.items():
         facts = given if isinstance(given, dict) else {"default": given}
         reader.add_argument(f"--{name.replace('_', '-')}", **OPTIONS.get(name, {}) | facts)
@@ -105,7 +116,11 @@ def shape(options: Namespace) -> LayerShape:
             f"--head-dim {dim}: a rotation turns the channels of a head in pairs, so choose an even number."
         )
     return LayerShape(
-        heads, kv_heads, dim, measure.DTYPES[options.dtype], torch.device(vars(options).get("device", "cpu"))
+        heads,
+        kv_heads,
+        dim,
+        measure.DTYPES[options.dtype],
+        torch.device(vars(options).get("device", "cpu")),
     )
 
 

@@ -32,7 +32,8 @@ def measured(device: torch.device, budget_s: float = 5.0) -> Limits:
     memory = torch.ones(READ_BYTES[device.type] // 4, device=device)
     read_s = _best(memory.sum, device, share)
     products = {
-        name: 2 * side**3 / _best(_product(side, dtype, device), device, share) / 1e9 for name, dtype in DTYPES.items()
+        name: 2 * side**3 / _best(_product(side, dtype, device), device, share) / 1e9
+        for name, dtype in DTYPES.items()
     }
     return {"read_gb_s": memory.nbytes / read_s / 1e9, "matmul_gflop_s": products}
 

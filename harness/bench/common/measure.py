@@ -24,10 +24,12 @@ Call = Callable[[], Any]
 CallKey = TypeVar("CallKey")
 Result = TypeVar("Result")
 Failures = dict[CallKey, str]  # why calls could not be measured
-CACHE_BYTES = {"cpu": 1 << 29, "cuda": 1 << 28}  # more than any last-level cache: 260 MiB on some Xeons
+# more than any last-level cache: 260 MiB on some Xeons
+CACHE_BYTES = {"cpu": 1 << 29, "cuda": 1 << 28}
 PAUSE_CYCLES = 10_000_000  # about 5 ms: no operation and no step of a layer takes as long to launch
 TOLERATED = 0.02  # share of a measured time that its threads may wait for a CPU
-SLICE_S = 0.004  # a thread that was put off waits about that long, where the system does not count it
+# a thread that was put off waits about that long, where the system does not count it
+SLICE_S = 0.004
 
 
 class MarkedSeconds(float):
@@ -37,7 +39,9 @@ class MarkedSeconds(float):
     disturbed: bool
     launches: bool
 
-    def __new__(cls, value: float, disturbed: bool = False, launches: bool = False) -> MarkedSeconds:
+    def __new__(
+        cls, value: float, disturbed: bool = False, launches: bool = False
+    ) -> MarkedSeconds:
         self = super().__new__(cls, value)
         self.disturbed, self.launches = disturbed, launches
         return self
@@ -67,7 +71,9 @@ class LoadWatch:
         one every thread that wakes up waits a little.
         """
         passed, now = perf_counter() - self._began, counts()
-        switches, waited_s = (after - before for after, before in zip(now, self._before, strict=True))
+        switches, waited_s = (
+            after - before for after, before in zip(now, self._before, strict=True)
+        )
         return switches > 0 and waited_s > TOLERATED * passed
 
 
@@ -82,8 +88,11 @@ def counts() -> LoadCounts:
 
 def _threads(folder: Path) -> Iterator[LoadCounts]:
     for task in folder.iterdir() if folder.is_dir() else ():
-        with suppress(OSError, IndexError, ValueError):  # it has just ended, or the system does not count
-            switches = int((task / "status").read_text().rpartition("nonvoluntary_ctxt_switches:")[2])
+        # it has just ended, or the system does not count
+        with suppress(OSError, IndexError, ValueError):
+            switches = int(
+                (task / "status").read_text().rpartition("nonvoluntary_ctxt_switches:")[2]
+            )
             yield LoadCounts(switches, int((task / "schedstat").read_text().split()[1]) / 1e9)
 
 
@@ -177,7 +186,9 @@ def interleaved(
 
 
 def rounds_of(
-    calls: Mapping[CallKey, Callable[[], Result]], rounds: int, failures: Failures[CallKey] | None = None
+    calls: Mapping[CallKey, Callable[[], Result]],
+    rounds: int,
+    failures: Failures[CallKey] | None = None,
 ) -> Iterator[dict[CallKey, list[Result]]]:
     """Run each call `rounds` times, in turn, and yield all results so far after each round. With
     `failures`, a call that raises an error is dropped with its results, and the reason is stored

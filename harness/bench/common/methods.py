@@ -48,7 +48,9 @@ def chosen(specs: Sequence[str], folders: Sequence[Path] = ()) -> dict[str, Meth
     """Return the methods that are named, by the text that names each; all methods if `specs` is
     empty."""
     if lacking := [folder for folder in folders if not folder.is_dir()]:
-        raise ValueError(f"--config-dir {lacking[0]} is not a folder: name the one with method/NAME.yaml.")
+        raise ValueError(
+            f"--config-dir {lacking[0]} is not a folder: name the one with method/NAME.yaml."
+        )
     return dict(parsed(spec, folders) for spec in specs or names())
 
 
@@ -74,7 +76,9 @@ def measured(
             raise
         except Exception as error:
             label = f"every method at {tokens}{also}"
-            report.add(failed_row(label, why(error), tokens=tokens, **facts), f"{label}: {why(error)}")
+            report.add(
+                failed_row(label, why(error), tokens=tokens, **facts), f"{label}: {why(error)}"
+            )
             continue
         for name, method in chosen(options.methods, options.config_dir).items():
             label, row = f"{name} at {tokens}{also}", {"method": name, "tokens": tokens, **facts}

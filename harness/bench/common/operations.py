@@ -34,8 +34,12 @@ def _segments(q: Tensor, segments: Any, scale: float) -> int:
     total = 0
     for segment in segments:
         k, v, _, _, added = segment
-        tokens = len(k) * prod(segment.lists) if added is None else int((added > float("-inf")).sum())
-        total += tokens * (k.shape[3] + v.shape[3]) * k.element_size() + (0 if added is None else _whole(added))
+        tokens = (
+            len(k) * prod(segment.lists) if added is None else int((added > float("-inf")).sum())
+        )
+        total += tokens * (k.shape[3] + v.shape[3]) * k.element_size() + (
+            0 if added is None else _whole(added)
+        )
     return total
 
 
@@ -43,7 +47,9 @@ def _whole(*tensors: Tensor) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-def _decoded(coded: Any, rows: Tensor | None, blocks: Tensor | None, dtype: Any, recent: Any = None) -> int:
+def _decoded(
+    coded: Any, rows: Tensor | None, blocks: Tensor | None, dtype: Any, recent: Any = None
+) -> int:
     """Return the bytes of the codes and ranges of all tokens, or of those in `rows`, whose blocks
     are `blocks`, and of the exact values that replace decoded ones."""
     exact = 0 if recent is None else _whole(recent[0])
@@ -53,7 +59,9 @@ def _decoded(coded: Any, rows: Tensor | None, blocks: Tensor | None, dtype: Any,
 
 
 def _weights(*linears: Linear) -> int:
-    return _whole(*(part for linear in linears for part in (linear.weight, linear.bias) if part is not None))
+    return _whole(
+        *(part for linear in linears for part in (linear.weight, linear.bias) if part is not None)
+    )
 
 
 def _attention_with_mean(q: Tensor, segments: Any, scale: float, *_: Any) -> int:
@@ -75,7 +83,9 @@ def _gather_rows(x: Tensor, rows: Tensor, *_: Any) -> int:
     return rows.numel() * x.shape[3] * x.element_size()
 
 
-def _rebuild_keys(u: Tensor, basis: Tensor, chunks: Tensor, size: int, cos: Tensor, sin: Tensor) -> int:
+def _rebuild_keys(
+    u: Tensor, basis: Tensor, chunks: Tensor, size: int, cos: Tensor, sin: Tensor
+) -> int:
     of_token = u.shape[2] + cos.shape[1] + sin.shape[1]
     return chunks.numel() * size * of_token * u.element_size() + _whole(basis)
 

@@ -31,15 +31,25 @@ class Report:
     """Writes a benchmark's folder. Every row is printed and written as soon as it is measured, so
     that a benchmark that is killed leaves its rows, marked as partial."""
 
-    def __init__(self, kind: str, title: str, options: Namespace, table: Table, **facts: Any) -> None:
+    def __init__(
+        self, kind: str, title: str, options: Namespace, table: Table, **facts: Any
+    ) -> None:
         self.title, self.table = title, table
-        self.minutes, self.no_plot = getattr(options, "minutes", None), getattr(options, "no_plot", False)
+        self.minutes = getattr(options, "minutes", None)
+        self.no_plot = getattr(options, "no_plot", False)
         self.folder: Path = options.out or ROOT / f"{kind}-{datetime.now(UTC):%Y%m%dT%H%M%S}"
         self.rows: list[BenchRow] = []
         self.left_out: list[str] = []
         asked = {name: value for name, value in vars(options).items() if name not in PLACES}
         stamp = provenance(str(asked.get("device", "cpu")))
-        self._head = {"schema": 1, "kind": kind, "title": title, "options": asked, **facts, "provenance": stamp}
+        self._head = {
+            "schema": 1,
+            "kind": kind,
+            "title": title,
+            "options": asked,
+            **facts,
+            "provenance": stamp,
+        }
         self._began = perf_counter()
         for folder in (self.folder, *ROOT.glob(f"{kind}-*")):
             remove_abandoned(folder)  # stores of gigabytes, where an earlier one was killed
@@ -65,7 +75,11 @@ class Report:
         the rows without an error. Raise `ValueError` if there are none."""
         good = self._good()
         if not good:
-            raise ValueError(f"Nothing could be measured: {self.rows[0]['error']}" if self.rows else self._warnings())
+            raise ValueError(
+                f"Nothing could be measured: {self.rows[0]['error']}"
+                if self.rows
+                else self._warnings()
+            )
         self._write("complete")
         end = f"load average {load_average()[0]:.2f}; written to {self.folder}"
         say(f"\n{self.title}\n\n{text_table(self._columns())}\n\n{self._warnings()}{end}")
@@ -79,7 +93,10 @@ class Report:
 
     def _columns(self) -> list[Column]:
         good = self._good()
-        marked = [Cell("disturbed", _marked("disturbed")), Cell("launches", _marked("with_launches"))]
+        marked = [
+            Cell("disturbed", _marked("disturbed")),
+            Cell("launches", _marked("with_launches")),
+        ]
         return [*self.table(good), *table(*marked)(good)]
 
     def _warnings(self) -> str:
@@ -91,16 +108,30 @@ class Report:
                 f"{disturbed} of {len(self.rows)} rows hold samples in which other processes took the CPU (disturbed): "
                 "measure again on an idle machine."
             )
-        sentences += [f"Not measured: {row['label']}: {row['error']}" for row in self.rows if "error" in row]
+        sentences += [
+            f"Not measured: {row['label']}: {row['error']}" for row in self.rows if "error" in row
+        ]
         if self.left_out:
-            sentences.append(f"Left out after {self.minutes:g} minutes: {', '.join(self.left_out)}.")
+            sentences.append(
+                f"Left out after {self.minutes:g} minutes: {', '.join(self.left_out)}."
+            )
         return "".join(f"{sentence}\n" for sentence in sentences)
 
     def _write(self, status: str) -> None:
         ended = {"time": now(), "load_average": load_average()}
-        result = {**self._head, "status": status, "ended": ended, "left_out": self.left_out, "rows": self.rows}
+        result = {
+            **self._head,
+            "status": status,
+            "ended": ended,
+            "left_out": self.left_out,
+            "rows": self.rows,
+        }
         write_atomically(self.folder / "result.json", json.dumps(result, indent=1) + "\n")
-        partial = "PARTIAL: the benchmark has not ended, or was ended early.\n\n" if status == "partial" else ""
+        partial = (
+            "PARTIAL: the benchmark has not ended, or was ended early.\n\n"
+            if status == "partial"
+            else ""
+        )
         warnings = f"\n{self._warnings()}" if self._warnings() else ""
         text = f"{partial}{self.title}\n\n{markdown_table(self._columns())}\n{warnings}"
         write_atomically(self.folder / "table.md", text)
@@ -129,7 +160,8 @@ class Cell(NamedTuple):
 
 def table(*cells: Cell) -> Table:
     return lambda rows: [
-        Column(cell.head, cell.unit, [_text(cell.value(row)) for row in rows], cell.left) for cell in cells
+        Column(cell.head, cell.unit, [_text(cell.value(row)) for row in rows], cell.left)
+        for cell in cells
     ]
 
 
@@ -153,7 +185,14 @@ def _marked(kind: str) -> Callable[[BenchRow], str | None]:
 
 
 def lines(
-    path: Path, rows: Sequence[BenchRow], *, x: str, y: str, series: str, labels: tuple[str, str], title: str
+    path: Path,
+    rows: Sequence[BenchRow],
+    *,
+    x: str,
+    y: str,
+    series: str,
+    labels: tuple[str, str],
+    title: str,
 ) -> None:
     """Draw rows as one line per `series`, with both axes logarithmic and intervals as bands. `x`,
     `y`: keys of a row; `labels`: of the two axes."""
@@ -165,7 +204,9 @@ def lines(
         axes.plot(at, middle, "osD^vPX"[place % 7] + "-", label=name, linewidth=1.2, markersize=4)
         axes.fill_between(at, low, high, alpha=0.15)
     axes.set(xscale="log", yscale="log", xlabel=labels[0], ylabel=labels[1], title=title)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}K" if value >= 1024 else f"{value:g}")
+    axes.xaxis.set_major_formatter(
+        lambda value, _: f"{value / 1024:g}K" if value >= 1024 else f"{value:g}"
+    )
     axes.set_xticks(sorted({row[x] for row in rows}), minor=False)
     axes.set_xticks([], minor=True)
     axes.yaxis.set(major_formatter=_plain, minor_formatter=_plain)

@@ -48,12 +48,16 @@ class LayerShape:
             return (hidden @ weight).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
 
         scale = self.head_dim**-0.5
-        return LayerSpec(index, self.layers, self.heads, self.kv_heads, self.head_dim, scale, self.rope, project)
+        return LayerSpec(
+            index, self.layers, self.heads, self.kv_heads, self.head_dim, scale, self.rope, project
+        )
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin [1 P D] of the rotary embedding at positions [P]."""
         channels = torch.arange(0, self.head_dim, 2, device=self.device, dtype=torch.float32)
-        turns = positions.to(self.device).float()[:, None] * 500_000.0 ** (-channels / self.head_dim)
+        turns = positions.to(self.device).float()[:, None] * 500_000.0 ** (
+            -channels / self.head_dim
+        )
         both = torch.cat([turns, turns], -1).unsqueeze(0)
         return both.cos().to(self.dtype), both.sin().to(self.dtype)
 
@@ -75,18 +79,30 @@ class LayerShape:
         of it."""
         for start in range(0, tokens, CHUNK):
             count = min(CHUNK, tokens - start)
-            x = self._input(start, start, count, count if attending else min(count, QUERIES), layers[0].spec.rope)
+            x = self._input(
+                start,
+                start,
+                count,
+                count if attending else min(count, QUERIES),
+                layers[0].spec.rope,
+            )
             for layer in layers:
                 layer.prefill(x) if attending else layer.absorb(x)
         for layer in layers:
             if isinstance(layer, Layer) and ability(layer.method, Repeat):
-                attend_again(layer, self._input(tokens, tokens, QUERIES, QUERIES, layer.spec.rope), Piece(0, 0, tokens))
+                attend_again(
+                    layer,
+                    self._input(tokens, tokens, QUERIES, QUERIES, layer.spec.rope),
+                    Piece(0, 0, tokens),
+                )
 
     def observe(self) -> Callable[[int], Iterator[AttnInput]]:
         """Return a function from a number of tokens to random attention inputs, one per layer. It
         stands in for the observation of a real model in `Method.prepare`, by which methods
         calibrate themselves."""
-        return lambda tokens: (self._input(7 * index, 0, tokens, tokens, self.rope) for index in range(self.layers))
+        return lambda tokens: (
+            self._input(7 * index, 0, tokens, tokens, self.rope) for index in range(self.layers)
+        )
 
 
 def _random(seed: int, shape: tuple[int, ...], like: LayerShape) -> Tensor:

@@ -18,12 +18,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from harness.config.plugins import suggestion
 
-RELEASE = "0.5.5"  # this bridge calls its hooks; another release could be another method under the same name
+# this bridge calls its hooks; another release could be another method under the same name
+RELEASE = "0.5.5"
 INSTALL = f"pip install --no-deps kvpress=={RELEASE} 'cachetools<6' fire termcolor"
 RATIO = "compression_ratio"
 FROM_A_HUB = ("DuoAttentionPress", "KVzapPress", "LUKVPress", "QFilterPress")
-WINDOWS = ("window_size",), ("n_sink",), ("sink_size_start", "sink_size_end")  # fields whose sums count tokens
-OWN_WEIGHTS = {"ExpectedAttentionStatsPress": "stats_folder"}  # class -> the field that names a folder with weights
+# fields whose sums count tokens
+WINDOWS = ("window_size",), ("n_sink",), ("sink_size_start", "sink_size_end")
+# class -> the field that names a folder with weights
+OWN_WEIGHTS = {"ExpectedAttentionStatsPress": "stats_folder"}
 
 
 class KVPressError(ValueError):
@@ -86,13 +89,18 @@ def build(mapping: Mapping[str, Any], key: str = "press") -> Any:
     `name`, a class of kvpress or the import path of one derived from `BasePress`, and its
     parameters, of which any may be a press again, or a list of presses. `key`: where the mapping
     stands in the settings, for errors."""
-    press_class, parameters = _class(mapping["name"], key), {k: v for k, v in mapping.items() if k != "name"}
-    known = {name: field for name, field in signature(press_class).parameters.items() if name != RATIO}
+    press_class = _class(mapping["name"], key)
+    parameters = {k: v for k, v in mapping.items() if k != "name"}
+    known = {
+        name: field for name, field in signature(press_class).parameters.items() if name != RATIO
+    }
     for name in parameters:
         if name == RATIO:
             raise KVPressError(f"{key}.{RATIO} is what budget says: leave it out and set budget.")
         if name not in known:
-            raise KVPressError(f"{key}.{name} is not a parameter of {press_class.__name__}{suggestion(name, known)}")
+            raise KVPressError(
+                f"{key}.{name} is not a parameter of {press_class.__name__}{suggestion(name, known)}"
+            )
     for name, field in known.items():
         if field.default is Parameter.empty and name not in parameters:
             wanted = "{" + f"name: {mapping['name']}, {name}: VALUE" + "}"
@@ -104,7 +112,9 @@ def build(mapping: Mapping[str, Any], key: str = "press") -> Any:
     try:
         press = press_class(**arguments)
     except (AssertionError, TypeError, ValueError) as error:
-        raise KVPressError(f"{key}: {press_class.__name__} refuses these parameters: {error or arguments}.") from error
+        raise KVPressError(
+            f"{key}: {press_class.__name__} refuses these parameters: {error or arguments}."
+        ) from error
     _refuse(press, key)
     return press
 
@@ -113,7 +123,9 @@ def check_mapping(mapping: object, key: str = "press") -> None:
     """Raise `KVPressError` unless `mapping` has the form that `build` takes; kvpress need not be
     installed."""
     if not isinstance(mapping, Mapping) or not isinstance(mapping.get("name"), str):
-        raise KVPressError(f"{key}={mapping} names no press: give one, as in {key}={{name: SnapKVPress}}.")
+        raise KVPressError(
+            f"{key}={mapping} names no press: give one, as in {key}={{name: SnapKVPress}}."
+        )
     for name, value in mapping.items():
         for inner in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(inner, Mapping):
@@ -147,7 +159,9 @@ def windows(press: Any) -> int:
     """Return how many tokens the recent windows and the sinks (first tokens), which are always
     kept, take in `press` and all presses in it together: a press fails on a prompt that is no
     longer."""
-    return max(sum(getattr(each, name, 0) for name in names) for each in nested(press) for names in WINDOWS)
+    return max(
+        sum(getattr(each, name, 0) for name in names) for each in nested(press) for names in WINDOWS
+    )
 
 
 def _built(value: Any, key: str) -> Any:
@@ -163,13 +177,19 @@ def _class(name: str, key: str) -> type:
     try:
         press_class = getattr(import_module(module) if module else package(), attribute)
     except ImportError as error:
-        raise KVPressError(f"{key}.name={name} cannot be imported ({error}): is its folder on PYTHONPATH?") from error
+        raise KVPressError(
+            f"{key}.name={name} cannot be imported ({error}): is its folder on PYTHONPATH?"
+        ) from error
     except AttributeError as error:
         near = suggestion(attribute, [each for each in package().__all__ if each.endswith("Press")])
-        raise KVPressError(f"{key}.name={name}: {module or 'kvpress'} has no {attribute}{near}") from error
+        raise KVPressError(
+            f"{key}.name={name}: {module or 'kvpress'} has no {attribute}{near}"
+        ) from error
     base = package().BasePress
     if not isinstance(press_class, type) or not issubclass(press_class, base):
-        raise KVPressError(f"{key}.name={name} is not a press: name a class that is derived from kvpress's BasePress.")
+        raise KVPressError(
+            f"{key}.name={name} is not a press: name a class that is derived from kvpress's BasePress."
+        )
     if press_class.__call__ is not base.__call__:
         raise KVPressError(
             f"{key}.name={name} runs the model by a __call__ of its own (KVzip, Finch, presses for decoding), and here "
@@ -181,13 +201,19 @@ def _class(name: str, key: str) -> type:
 def _refuse(press: Any, key: str) -> None:
     name = type(press).__name__
     if isinstance(press, package().ObservedAttentionPress):
-        raise KVPressError(f"{key}: {name} needs the weights of eager attention, which are never formed here: use h2o.")
+        raise KVPressError(
+            f"{key}: {name} needs the weights of eager attention, which are never formed here: use h2o."
+        )
     if isinstance(press, package().DMSPress):
-        raise KVPressError(f"{key}: {name} evicts what is below a threshold, so that no budget holds: choose another.")
+        raise KVPressError(
+            f"{key}: {name} evicts what is below a threshold, so that no budget holds: choose another."
+        )
     folder = OWN_WEIGHTS.get(name)
     if name in FROM_A_HUB or (folder and getattr(press, folder) is None):
         instead = f"set {key}.{folder}" if folder else "choose another"
         raise KVPressError(f"{key}: {name} loads weights that only a hub has: {instead}.")
     members = getattr(press, "presses", [])
     if sum(set_ratio(member, 0.0) for member in members) > 1:
-        raise KVPressError(f"{key}: budget can set the ratio of one press, and {name} has several that take one.")
+        raise KVPressError(
+            f"{key}: budget can set the ratio of one press, and {name} has several that take one."
+        )

@@ -21,8 +21,10 @@ from methods.base.pieces import pieces
 from methods.layers import Evict
 
 Rows = tuple[Tensor, Tensor]  # keys and values, each [B G S D]
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by size, to see the bits of numbers
-MASKED = "masked_key_indices"  # attribute of the attention module in which a press leaves the keys to hide
+# integers by size, to see the bits of numbers
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# attribute of the attention module in which a press leaves the keys to hide
+MASKED = "masked_key_indices"
 
 
 class Pressed(NamedTuple):
@@ -55,7 +57,9 @@ class PressEvict(Evict, capturable=True, of_each={}):
     def size(self, budget: int) -> int:
         if self.waiting:
             return budget
-        self.layer.fallback = "a press compresses only the first prompt: what later turns add stays whole"
+        self.layer.fallback = (
+            "a press compresses only the first prompt: what later turns add stays whole"
+        )
         return self.store.length
 
     def evict(self, size: int) -> None:
@@ -65,13 +69,23 @@ class PressEvict(Evict, capturable=True, of_each={}):
         places = places_of(given, pressed.rows)
         if places is None:
             if pressed.rows[0].shape[2] < self.store.length and not bool(pressed.visible.all()):
-                raise KVPressError(f"{name} both masks tokens and puts rows in the place of others: choose another.")
+                raise KVPressError(
+                    f"{name} both masks tokens and puts rows in the place of others: choose another."
+                )
             self.layer.rewrite(*pressed.rows)
-            places = torch.arange(self.store.length, device=given[0].device).expand(pressed.visible.shape)
+            places = torch.arange(self.store.length, device=given[0].device).expand(
+                pressed.visible.shape
+            )
         self._retain(name, places, pressed.visible)
-        changes = "puts other rows in the place of the prompt's" * (places_of(given, pressed.rows) is None)
-        number = f"keeps {self.store.length} prompt tokens where the budget is {size}" * (self.store.length != size)
-        self.layer.fallback = f"{name} {' and '.join(filter(None, (changes, number)))}" if changes or number else None
+        changes = "puts other rows in the place of the prompt's" * (
+            places_of(given, pressed.rows) is None
+        )
+        number = f"keeps {self.store.length} prompt tokens where the budget is {size}" * (
+            self.store.length != size
+        )
+        self.layer.fallback = (
+            f"{name} {' and '.join(filter(None, (changes, number)))}" if changes or number else None
+        )
 
     def close(self, evicted: int) -> None:
         self.waiting = False
@@ -104,20 +118,25 @@ class PressEvict(Evict, capturable=True, of_each={}):
             own = slice(row, row + 1)
             parts.append(press_one(press, spec, hidden[own], [k[own], v[own]], size))
         if len({part.visible.shape for part in parts}) > 1:
-            raise KVPressError("The press keeps different numbers in sequences of one batch: run them one by one.")
+            raise KVPressError(
+                "The press keeps different numbers in sequences of one batch: run them one by one."
+            )
         keys = torch.cat([part.rows[0] for part in parts])
         values = torch.cat([part.rows[1] for part in parts])
         return Pressed((keys, values), torch.cat([part.visible for part in parts]))
 
 
 @torch.no_grad()
-def press_one(press: Any, spec: LayerSpec, hidden: Tensor, given: Sequence[Tensor], size: int) -> Pressed:
+def press_one(
+    press: Any, spec: LayerSpec, hidden: Tensor, given: Sequence[Tensor], size: int
+) -> Pressed:
     """Let a press compress the keys and values of one sequence in one layer, as it would in its
     hook after the attention module. hidden [1 S E]: the layer's input; given: keys and values
     [1 G S D]; `size` of the S tokens are to stay."""
     tokens, device = hidden.shape[1], hidden.device
     set_ratio(press, ratio_for(tokens, size))
-    layer = SimpleNamespace(keys=given[0].clone(), values=given[1].clone())  # some presses write into them
+    # some presses write into them
+    layer = SimpleNamespace(keys=given[0].clone(), values=given[1].clone())
     positions = torch.arange(tokens, device=device)
     cos, sin = (x.to(device, hidden.dtype) for x in spec.rope(positions))
     with (
@@ -145,7 +164,8 @@ def press_one(press: Any, spec: LayerSpec, hidden: Tensor, given: Sequence[Tenso
     visible = torch.ones(layer.keys.shape[:3], dtype=torch.bool, device=device)
     if masked is not None:
         visible[tuple(index.to(device) for index in masked)] = False
-    if isinstance(press, package().KeyRerotationPress):  # it expects the next token right after its last row
+    # it expects the next token right after its last row
+    if isinstance(press, package().KeyRerotationPress):
         layer.keys = rotate_by(layer.keys, tokens - layer.keys.shape[2], spec.rope)
     return Pressed((layer.keys, layer.values), visible)
 

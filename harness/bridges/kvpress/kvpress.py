@@ -18,7 +18,16 @@ from typing import Any, ClassVar
 from harness.bridges.kvpress.building import KVPressError, build, check_mapping, set_ratio, windows
 from harness.bridges.kvpress.keep import PressEvict
 from harness.engine.hf import QueryProjection
-from methods.base import CacheState, Cost, CostError, Grids, KVLayer, LayerSpec, LayerWorkload, Method
+from methods.base import (
+    CacheState,
+    Cost,
+    CostError,
+    Grids,
+    KVLayer,
+    LayerSpec,
+    LayerWorkload,
+    Method,
+)
 from methods.base.request import QUERIES, ROTATION
 from methods.layers import Layer
 from methods.parts import costs
@@ -37,7 +46,8 @@ class KVPress(Method):
     `press`: the press's name and parameters, as a mapping (`build` in
     harness/bridges/kvpress/building.py)."""
 
-    closes_early: ClassVar[bool] = True  # a layer's input is held until its seal; kvpress too compresses layer by layer
+    # a layer's input is held until its seal; kvpress too compresses layer by layer
+    closes_early: ClassVar[bool] = True
     needs = (ROTATION, QUERIES)
     tunable: ClassVar[Grids] = {}
 
@@ -72,7 +82,9 @@ class KVPress(Method):
         queries themselves, and know whole heads in two halves alone."""
         build(self.press)
         projection = spec.project_query
-        other = isinstance(projection, QueryProjection) and (projection.pairing.neighbours or projection.norms_whole)
+        other = isinstance(projection, QueryProjection) and (
+            projection.pairing.neighbours or projection.norms_whole
+        )
         if other or (spec.rotary_dim or spec.head_dim) < spec.head_dim:
             raise KVPressError(
                 "This model rotates a part of each head, or neighbouring channels together, or norms the queries of "
@@ -83,7 +95,9 @@ class KVPress(Method):
         if self.reads_whole(case):
             return costs.dense(case)
         if not set_ratio(build(self.press), 0.5):
-            raise CostError(f"{self.press['name']} takes no ratio, so align=tokens is all it can do.")
+            raise CostError(
+                f"{self.press['name']} takes no ratio, so align=tokens is all it can do."
+            )
         return costs.evict(case, case.budget)
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
@@ -91,7 +105,9 @@ class KVPress(Method):
         share."""
         projection = specs[0].project_query
         if not isinstance(projection, QueryProjection):
-            raise KVPressError("A press needs the attention modules of a model: it cannot run on a layer alone.")
+            raise KVPressError(
+                "A press needs the attention modules of a model: it cannot run on a layer alone."
+            )
         presses = [build(self.press) for _ in range(cache.request.batch)]
         for press in presses:
             press.post_init_from_model(projection.model)

@@ -13,12 +13,22 @@ from typing import Any
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CacheHook, TemplateLM
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from sqlitedict import SqliteDict
 from tqdm import tqdm
 
-from harness.bridges.lm_eval.texts import FreeAnswer, ScoredQuestion, ScoredWindow, log_likelihood, side_by_side
+from harness.bridges.lm_eval.texts import (
+    FreeAnswer,
+    ScoredQuestion,
+    ScoredWindow,
+    log_likelihood,
+    side_by_side,
+)
 from harness.config import plugins
 from harness.config.catalogue import plain
 from harness.config.compose import built, composed
@@ -36,14 +46,21 @@ from harness.jobs.resolve import resolve
 from harness.models.base import LoadedModel, ModelSource, is_listed, load
 from harness.prompts.prompt import calibration_text, check_keywords, in_template
 from harness.prompts.stops import StopRule
-from harness.prompts.thinking import Thinking, ThinkingTokenizer, Thought, ThoughtfulAnswer, marks_ending_in
+from harness.prompts.thinking import (
+    Thinking,
+    ThinkingTokenizer,
+    Thought,
+    ThoughtfulAnswer,
+    marks_ending_in,
+)
 from harness.results import identity
 from harness.results.files import digest
 from harness.terminal.notices import alike, say_once, warn
 from kernels import ops
 from methods.full import Full
 
-EncodedPair = tuple[tuple[str, str], list[int], list[int]]  # texts of context and continuation, and their tokens
+# texts of context and continuation, and their tokens
+EncodedPair = tuple[tuple[str, str], list[int], list[int]]
 _SETTINGS = [key for key, entry in ENTRIES.items() if LM_EVAL in entry.read_by]
 # keys of a run that are read here; the keywords of the chat template come last, since many requests have none
 READ = ("model", "method", *sorted(_SETTINGS, key="template_kwargs".__eq__))
@@ -65,10 +82,13 @@ INSTEAD = {
 }
 ITS_DEVICE = "cuda:0"  # the default of lm-eval's command, also on machines without a GPU
 FROM_FILE = "{} answers are from the file of --use_cache, and kv_fell_back and kv_cut_left do not count them"
-DRAWN = ("do_sample", "temperature", "top_k", "top_p")  # keywords of a request that say how tokens are picked
+# keywords of a request that say how tokens are picked
+DRAWN = ("do_sample", "temperature", "top_k", "top_p")
 
 
-def ready(words: Mapping[str, Any], config_dir: str | None = None) -> tuple[LoadedModel, Engine, Settings, ModelSource]:
+def ready(
+    words: Mapping[str, Any], config_dir: str | None = None
+) -> tuple[LoadedModel, Engine, Settings, ModelSource]:
     """Return the model, the engine of its attached method, the settings, and where the model is from, configured by
     `words` as `python -m harness KEY=VALUE ...` is. `config_dir`: a folder with method/NAME.yaml and model/NAME.yaml of
     a user's own, as for `--config-dir`. Raises `SettingsError` for a key that has no effect here."""
@@ -82,7 +102,9 @@ def ready(words: Mapping[str, Any], config_dir: str | None = None) -> tuple[Load
             raise SettingsError(f"{key} is not a key of lm-eval's model: {advice}.")
     folders = [] if config_dir is None else [Path(config_dir)]
     try:
-        given, _, source, wanted = built(composed([f"{key}={plain(value)}" for key, value in words.items()], folders))
+        given, _, source, wanted = built(
+            composed([f"{key}={plain(value)}" for key, value in words.items()], folders)
+        )
     except SettingsError as error:  # the advice names an option of our own command
         raise SettingsError(str(error).replace("--config-dir", "config_dir", 1)) from error
     check_machine(wanted)
@@ -100,7 +122,12 @@ def ready(words: Mapping[str, Any], config_dir: str | None = None) -> tuple[Load
         check_against_generate(loaded, calibration_text(loaded.tokenizer))
     attachment = attach(loaded, resolved.method, resolved.budget, settings)
     graphs = CudaGraphs(loaded.model.device) if settings.graphs == "on" else None
-    return loaded, Engine(attachment, prefill_chunk=settings.prefill_chunk, graphs=graphs), settings, source
+    return (
+        loaded,
+        Engine(attachment, prefill_chunk=settings.prefill_chunk, graphs=graphs),
+        settings,
+        source,
+    )
 
 
 class KVHarnessLM(TemplateLM):
@@ -133,23 +160,33 @@ class KVHarnessLM(TemplateLM):
         super().__init__()
         self.batch_size = _whole("batch_size", batch_size)
         if max_batch_size is not None:
-            raise SettingsError("max_batch_size goes with batch_size=auto, which is refused: leave it out.")
+            raise SettingsError(
+                "max_batch_size goes with batch_size=auto, which is refused: leave it out."
+            )
         chosen = {} if device in (None, ITS_DEVICE) else {"device": device}
         self.loaded, self.engine, self.settings, self.source = ready(words | chosen, config_dir)
         self.template_kwargs = self.settings.template_kwargs or {}
         self.tokenizer: Any = self.loaded.tokenizer
         if add_bos_token is not None:  # lm-eval's `hf` loads the tokenizer with it
             self.tokenizer.add_bos_token = add_bos_token
-        self.requests, self.fell_back = 0, Counter[str]()  # requests, and for how many the method fell back, by reason
+        # requests, and for how many the method fell back, by reason
+        self.requests, self.fell_back = 0, Counter[str]()
         self.from_file = 0  # answers that lm-eval has taken from the file of its `--use_cache`
-        self.cut_left = 0  # requests whose prompts were too long and lost their beginning, as in lm-eval's `hf`
-        self.max_length = self.loaded.window if max_length is None else _whole("max_length", max_length)
+        # requests whose prompts were too long and lost their beginning, as in lm-eval's `hf`
+        self.cut_left = 0
+        self.max_length = (
+            self.loaded.window if max_length is None else _whole("max_length", max_length)
+        )
         self.max_gen_toks = _whole("max_gen_toks", max_gen_toks)
         self.add_bos_token, self.seed = add_bos_token, seed
-        self._asked = Counter[str]()  # how often each text was asked for drawn tokens, since the last list of requests
+        # how often each text was asked for drawn tokens, since the last list of requests
+        self._asked = Counter[str]()
         self.think_end_token = think_end_token
         self._set_thinking(enable_thinking, think_end_token)
-        if not isinstance(rolling_context, (int, float)) or not (0 if self._full else 1e-9) <= rolling_context < 1:
+        if (
+            not isinstance(rolling_context, (int, float))
+            or not (0 if self._full else 1e-9) <= rolling_context < 1
+        ):
             raise SettingsError(
                 f"rolling_context={rolling_context!r} is no share of a window to seal: give a number like 0.5; only "
                 "method=full takes 0."
@@ -162,14 +199,20 @@ class KVHarnessLM(TemplateLM):
         marks of thoughts to take out of answers, which the token or text `end` gives, else the
         template. Raises `SettingsError` where these are unknown."""
         self.enable_thinking, self.cut_thoughts, self._in_template = enable, 0, False
-        self.chat_tokenizer, self.marks, self._eos_ids = self.tokenizer, None, set(self.loaded.eos_ids)
+        self.chat_tokenizer = self.tokenizer
+        self.marks = None
+        self._eos_ids = set(self.loaded.eos_ids)
         known = Thinking.of(self.tokenizer, self.template_kwargs)
         if not (enable is None or isinstance(enable, bool)):
-            raise SettingsError(f"enable_thinking={enable} is neither True nor False: give one, or leave it out.")
+            raise SettingsError(
+                f"enable_thinking={enable} is neither True nor False: give one, or leave it out."
+            )
         if enable is not None:
             self.chat_tokenizer = ThinkingTokenizer(self.tokenizer, self.template_kwargs, on=enable)
         if end is not None:
-            self.marks = marks_ending_in(self.tokenizer.decode([int(end)]) if str(end).isdecimal() else str(end))
+            self.marks = marks_ending_in(
+                self.tokenizer.decode([int(end)]) if str(end).isdecimal() else str(end)
+            )
         elif enable and (known is None or known.wrapped):
             raise SettingsError(
                 "enable_thinking=True: the chat template shows no text at which a thought ends and its answer begins; "
@@ -177,7 +220,8 @@ class KVHarnessLM(TemplateLM):
             )
         elif enable and known is not None:
             self.marks = known.marks
-        elif enable is None and known is not None and known.marks.go_on:  # ends a message alone, also a thought
+        elif enable is None and known is not None and known.marks.go_on:
+            # ends a message alone, also a thought
             self._eos_ids -= {self.tokenizer.convert_tokens_to_ids(known.marks.go_on)}
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
@@ -205,7 +249,9 @@ class KVHarnessLM(TemplateLM):
         """Return a hash of all that decides an answer besides its request."""
         attachment, source = self.engine.attachment, self.source
         named = {"method": attachment.method, "model": source}
-        config = asdict(self.settings) | {kind: plugins.describe(plugin) for kind, plugin in named.items()}
+        config = asdict(self.settings) | {
+            kind: plugins.describe(plugin) for kind, plugin in named.items()
+        }
         own = [key for key in OWN if key not in ("batch_size", "config_dir")]
         return digest(
             identity.asked(config, named)
@@ -233,9 +279,15 @@ class KVHarnessLM(TemplateLM):
             )
         return answers
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
         sums = [0.0] * len(requests)
-        windows = [window for number, request in enumerate(requests) for window in self._windows(number, *request.args)]
+        windows = [
+            window
+            for number, request in enumerate(requests)
+            for window in self._windows(number, *request.args)
+        ]
         for window, slot in self._run(iter(windows), "windows", len(windows), disable_tqdm):
             sums[window.number] += window.log_likelihood(slot)
         for request, value in zip(requests, sums, strict=True):
@@ -246,19 +298,29 @@ class KVHarnessLM(TemplateLM):
         self, requests: list[EncodedPair], disable_tqdm: bool = False, **more: Any
     ) -> list[tuple[float, bool]]:
         if self.enable_thinking:
-            raise SettingsError("enable_thinking=True suits no task that scores given texts: leave it out for these.")
+            raise SettingsError(
+                "enable_thinking=True suits no task that scores given texts: leave it out for these."
+            )
         scores = [(0.0, False)] * len(requests)
-        for question, slot in self._run(self._questions(requests), "continuations", len(requests), disable_tqdm):
+        for question, slot in self._run(
+            self._questions(requests), "continuations", len(requests), disable_tqdm
+        ):
             number, likeliest = question.number, slot.out.likeliest or [False]
             scores[number] = log_likelihood(slot), likeliest[0]
             self.cache_hook.add_partial("loglikelihood", requests[number][0], scores[number])
         return scores
 
     def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, left_truncate_len: int | None = None, **more: Any
+        self,
+        string: str,
+        add_special_tokens: bool | None = None,
+        left_truncate_len: int | None = None,
+        **more: Any,
     ) -> list[int]:
         adds = self.add_bos_token if add_special_tokens is None else add_special_tokens
-        if add_special_tokens is None and string.startswith(str(self.tokenizer.decode(self.prefix_token_id))):
+        if add_special_tokens is None and string.startswith(
+            str(self.tokenizer.decode(self.prefix_token_id))
+        ):
             adds = False
         asked = {} if adds is None else {"add_special_tokens": adds}
         ids: list[int] = self.tokenizer.encode(string, **asked)
@@ -280,11 +342,19 @@ class KVHarnessLM(TemplateLM):
     def tokenizer_name(self) -> str:
         """Return the name under which lm-eval keeps the prompts that it made (`--cache_requests`); prompts
         made with another chat template, or with other keywords of it, get another one."""
-        self._in_template = True  # lm-eval asks only under --apply_chat_template, also where it keeps the prompts
-        made_by = [self.loaded.revision, self.tokenizer.chat_template, self.template_kwargs, self.enable_thinking]
+        # lm-eval asks only under --apply_chat_template, also where it keeps the prompts
+        self._in_template = True
+        made_by = [
+            self.loaded.revision,
+            self.tokenizer.chat_template,
+            self.template_kwargs,
+            self.enable_thinking,
+        ]
         return f"{self.loaded.name.replace('/', '__')}-{digest({'made_by': made_by})[:8]}"
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
         self._in_template = True
         return in_template(
             self.chat_tokenizer,
@@ -302,7 +372,8 @@ class KVHarnessLM(TemplateLM):
             "model_num_parameters": model.num_parameters(),
             "model_dtype": str(model.dtype),
             "model_revision": self.loaded.revision,
-            "kv_device": str(model.device),  # lm-eval writes down what was asked for, and `cuda:0` where nothing was
+            # lm-eval writes down what was asked for, and `cuda:0` where nothing was
+            "kv_device": str(model.device),
             "kv_method": repr(attachment.method),
             "kv_budget": None if attachment.budget is None else str(attachment.budget),
             "kv_requests": self.requests,
@@ -313,7 +384,9 @@ class KVHarnessLM(TemplateLM):
             "kv_cautions": list(filter(None, [self.source.describe().caution, from_file])),
         }
 
-    def _run(self, texts: Iterator[Any], what: str, count: int, quiet: bool) -> Iterator[tuple[Any, Any]]:
+    def _run(
+        self, texts: Iterator[Any], what: str, count: int, quiet: bool
+    ) -> Iterator[tuple[Any, Any]]:
         if (self.template_kwargs or self.enable_thinking) and not self._in_template:
             raise SettingsError(
                 "template_kwargs and enable_thinking=True are for the chat template, which lm-eval applies only with "
@@ -321,7 +394,10 @@ class KVHarnessLM(TemplateLM):
             )
         fell_back: dict[int, str] = {}
         numbers: set[int] = set()
-        with routed(self.loaded.model), tqdm(total=count, desc=f"Running {what}", disable=quiet) as bar:
+        with (
+            routed(self.loaded.model),
+            tqdm(total=count, desc=f"Running {what}", disable=quiet) as bar,
+        ):
             for text, slot in side_by_side(self.engine, texts, self.batch_size):
                 if slot.out.not_finite is not None:
                     raise NotFiniteError(
@@ -343,30 +419,47 @@ class KVHarnessLM(TemplateLM):
         wanted = normalize_gen_kwargs(keywords, self.max_gen_toks)
         new = wanted["max_gen_toks"]
         if new >= self.max_length:
-            raise SettingsError(f"max_gen_toks={new} leaves no room for a prompt in {self.max_length} tokens.")
+            raise SettingsError(
+                f"max_gen_toks={new} leaves no room for a prompt in {self.max_length} tokens."
+            )
         if unknown := sorted(wanted.keys() - {*DRAWN, "max_gen_toks", "until"}):
-            raise SettingsError(f"{', '.join(unknown)} of a request are unknown here: leave them out of gen_kwargs.")
+            raise SettingsError(
+                f"{', '.join(unknown)} of a request are unknown here: leave them out of gen_kwargs."
+            )
         ids = self._left_cut(self.tok_encode(context), self.max_length - new)
-        stops, sampler = [stop for stop in self._until(keywords) if stop], self._sampler(wanted, context)
+        stops = [stop for stop in self._until(keywords) if stop]
+        sampler = self._sampler(wanted, context)
         rule: Any = StopRule(self.tokenizer, self._eos_ids, stops, 0)
         if self.marks is not None:
             opened = bool(self.marks.opening) and context.rstrip().endswith(self.marks.opening)
-            rule = ThoughtfulAnswer(Thought(self.marks, opened), rule).picking(sampler.pick, sampler.pick)
+            rule = ThoughtfulAnswer(Thought(self.marks, opened), rule).picking(
+                sampler.pick, sampler.pick
+            )
             sampler = rule
-        return FreeAnswer(self.engine, number, ids, {"max_new_tokens": new, "stops": [rule], "sampler": sampler})
+        return FreeAnswer(
+            self.engine, number, ids, {"max_new_tokens": new, "stops": [rule], "sampler": sampler}
+        )
 
     def _sampler(self, wanted: dict[str, Any], context: str) -> Sampler:
         if not wanted["do_sample"]:
             return Greedy()
-        self._asked[context] += 1  # not the number of the request, which is another one when `--use_cache` goes on
+        # not the number of the request, which is another one when `--use_cache` goes on
+        self._asked[context] += 1
         drawn = hashlib.sha256(f"{self.seed}/{self._asked[context]}/{context}".encode()).digest()
         generator = torch.Generator(self.loaded.model.device).manual_seed(int.from_bytes(drawn[:4]))
-        return Sampled(wanted["temperature"] or 1.0, wanted.get("top_k") or 0, wanted.get("top_p") or 1.0, generator)
+        return Sampled(
+            wanted["temperature"] or 1.0,
+            wanted.get("top_k") or 0,
+            wanted.get("top_p") or 1.0,
+            generator,
+        )
 
     def _until(self, keywords: dict[str, Any]) -> list[str]:
         until = keywords.get("until")
         eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
-        return handle_stop_sequences(list(until) if isinstance(until, (list, tuple)) else until, eos=eos)
+        return handle_stop_sequences(
+            list(until) if isinstance(until, (list, tuple)) else until, eos=eos
+        )
 
     def _text(self, tokens: Sequence[int], keywords: dict[str, Any], rule: Any) -> str:
         """Return the answer, decoded and cut as lm-eval's own models do; empty if its thought did not
@@ -389,7 +482,9 @@ class KVHarnessLM(TemplateLM):
                     f"A continuation has {len(continuation)} tokens: max_length={self.max_length} is less."
                 )
             by_context[tuple(self._left_cut(context, room))][number] = continuation
-        return (ScoredQuestion(self.engine, context, asked) for context, asked in by_context.items())
+        return (
+            ScoredQuestion(self.engine, context, asked) for context, asked in by_context.items()
+        )
 
     def _left_cut(self, ids: list[int], room: int) -> list[int]:
         """Return the last `room` tokens of a prompt, and count it if it has more."""
@@ -403,7 +498,9 @@ class KVHarnessLM(TemplateLM):
 
     def _windows(self, number: int, string: str) -> Iterator[ScoredWindow]:
         ids, most = self.tok_encode(string), self.max_length
-        for window in get_rolling_token_windows(ids, self.prefix_token_id, max_seq_len=most, context_len=1):
+        for window in get_rolling_token_windows(
+            ids, self.prefix_token_id, max_seq_len=most, context_len=1
+        ):
             context, scored = make_disjoint_window(window)
             fed = len(context) + len(scored) - 1
             sealed = fed if self._full else max(1, int(self.rolling_context * fed))
@@ -416,7 +513,9 @@ class KVHarnessLM(TemplateLM):
 
 def _whole(key: str, number: int | str) -> int:
     if str(number).startswith("auto"):
-        raise SettingsError(f"{key}={number} is refused: it is how many sequences step together, so give a number.")
+        raise SettingsError(
+            f"{key}={number} is refused: it is how many sequences step together, so give a number."
+        )
     if not str(number).isdigit() or not int(number):
         raise SettingsError(f"{key}={number} should be a whole number from 1.")
     return int(number)

@@ -21,7 +21,9 @@ Text: TypeAlias = "FreeAnswer | ScoredQuestion | ScoredWindow"
 CHUNK = 512  # tokens of a window whose logits are computed at a time
 
 
-def side_by_side(engine: Engine, texts: Iterator[Text], size: int) -> Iterator[tuple[Text, RunningSequence]]:
+def side_by_side(
+    engine: Engine, texts: Iterator[Text], size: int
+) -> Iterator[tuple[Text, RunningSequence]]:
     """Run lm-eval's requests (`texts`), `size` of them at a time, in one batch. Yield each text
     with each of its sequences that has ended. `text.next(batch)` starts the next sequence of a
     text, and returns None if there is none left."""
@@ -46,7 +48,9 @@ class FreeAnswer:
     """Run one request for generated text: the model decodes freely after the prompt, until it ends
     the answer or a stop is met."""
 
-    def __init__(self, engine: Engine, number: int, ids: Sequence[int], ending: Mapping[str, Any]) -> None:
+    def __init__(
+        self, engine: Engine, number: int, ids: Sequence[int], ending: Mapping[str, Any]
+    ) -> None:
         """Take the request's `number`, the tokens of its prompt (`ids`) and the arguments of
         `Engine.join` that say how tokens are picked and when to stop (`ending`)."""
         self.engine, self.number, self._ending = engine, number, ending
@@ -72,7 +76,9 @@ class ScoredQuestion:
     continuations are read by decode steps: otherwise the likelihood of a continuation's first token
     would come from the prefill, and be Full's under every method."""
 
-    def __init__(self, engine: Engine, context: Sequence[int], continuations: Mapping[int, Sequence[int]]) -> None:
+    def __init__(
+        self, engine: Engine, context: Sequence[int], continuations: Mapping[int, Sequence[int]]
+    ) -> None:
         """`continuations`: the tokens of each, by the number of the request that asks for its
         likelihood."""
         self.engine, self.context = engine, context
@@ -120,7 +126,9 @@ class ScoredWindow:
     Its first `sealed` tokens are the prompt, whose likelihoods come from the prefill; the method
     seals them and the other tokens are read by decode steps."""
 
-    def __init__(self, engine: Engine, number: int, tokens: Sequence[int], scored: int, sealed: int) -> None:
+    def __init__(
+        self, engine: Engine, number: int, tokens: Sequence[int], scored: int, sealed: int
+    ) -> None:
         """Take the request's `number` and its `tokens`, of which the last `scored` count and the very
         last is not fed."""
         self.engine, self.number, self.scored, self.sealed = engine, number, scored, sealed
@@ -137,8 +145,15 @@ class ScoredWindow:
         for start in range(0, self.sealed, CHUNK):
             end = min(start + CHUNK, self.sealed)
             logits = self._logits(cache, tokens[:, start:end])
-            nexts = tokens[:, start + 1 : end + 1] if end < self.sealed else tokens[:, start + 1 : end]
-            chances = logits[:, : nexts.shape[1]].float().log_softmax(-1).gather(-1, nexts.unsqueeze(-1))[0, :, 0]
+            nexts = (
+                tokens[:, start + 1 : end + 1] if end < self.sealed else tokens[:, start + 1 : end]
+            )
+            chances = (
+                logits[:, : nexts.shape[1]]
+                .float()
+                .log_softmax(-1)
+                .gather(-1, nexts.unsqueeze(-1))[0, :, 0]
+            )
             self._of_prompt += float(chances[max(0, first - start - 1) :].double().sum())
         cache.seal()
         self._uncounted = max(0, first - self.sealed)
@@ -153,11 +168,15 @@ class ScoredWindow:
         """Return the logits [1 T V] of all ids [1 T]; the engine gives only those of the last
         one."""
         places = cache.positions(ids.shape[1], ids.device)
-        logits: Tensor = self.engine.model(ids, position_ids=places, past_key_values=cache, use_cache=True).logits
+        logits: Tensor = self.engine.model(
+            ids, position_ids=places, past_key_values=cache, use_cache=True
+        ).logits
         return logits
 
 
-def _forced(batch: RunningBatch, cache: Any, logits: Tensor, tokens: Sequence[int]) -> RunningSequence:
+def _forced(
+    batch: RunningBatch, cache: Any, logits: Tensor, tokens: Sequence[int]
+) -> RunningSequence:
     """Add to `batch` a sequence whose answer is given: `tokens` are fed one by one to the sealed
     `cache`, whatever the model would choose, and their likelihoods are noted (`Forced`). logits
     [1 V]: those of the token before them."""

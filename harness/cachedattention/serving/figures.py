@@ -39,7 +39,8 @@ class Answer:
     save_s: float  # after the last token, until the history was handed over
     save_hidden_s: float = 0.0  # in which its rows left the device while nobody waited for that
     tier: str | None  # where the history was found; null: nowhere
-    lost_to: str | None = None  # why it is gone, where it was stored and computing it again gave something else
+    # why it is gone, where it was stored and computing it again gave something else
+    lost_to: str | None = None
     reused_tokens: int  # of the prompt, history included
     new_tokens: int  # those that were computed
     tokens: list[int]  # the answer's
@@ -68,14 +69,19 @@ def figures(answers: Sequence[Answer], elapsed_s: float, idle_s: float) -> dict[
     prefill_s = sum(answer.prefill_s for answer in answers)
     hits = [answer for answer in answers if answer.tier]
     # the method's seal falls between the first and the second token, so steps count from the second
-    steps = [later - earlier for answer in answers for earlier, later in pairwise(answer.token_s[1:])]
+    steps = [
+        later - earlier for answer in answers for earlier, later in pairwise(answer.token_s[1:])
+    ]
     means = ("load_s", "hidden_s", "save_ahead_s", "save_s", "save_hidden_s")
     return {
         "sessions": len({answer.session for answer in answers}),
         "turns": len(answers),
         "returning": sum(answer.turn > 1 for answer in answers) / len(answers),
         "hit_rate": len(hits) / len(answers),
-        **{f"hit_rate_{tier}": sum(answer.tier == tier for answer in hits) / len(answers) for tier in TIERS},
+        **{
+            f"hit_rate_{tier}": sum(answer.tier == tier for answer in hits) / len(answers)
+            for tier in TIERS
+        },
         "lost_turns": sum(answer.lost_to is not None for answer in answers),
         "reused_tokens": sum(answer.reused_tokens for answer in answers) / prompts,
         **_spread("ttft", [answer.ttft_s for answer in answers]),
@@ -94,12 +100,20 @@ def cost(busy_s: float, prices: Prices, reserved: Mapping[str, int]) -> dict[str
     """Return what a run costs in dollars (`cost_usd`), and the storage's share of that: one device
     that is busy for `busy_s` seconds, and the bytes `reserved` in each tier for as long."""
     device, storage = prices.usd(busy_s / 3600, GPUS, reserved.get(HOST, 0), reserved.get(DISK, 0))
-    return {"cost_usd": device + storage, "storage_share": storage / (device + storage) if busy_s else 0.0}
+    return {
+        "cost_usd": device + storage,
+        "storage_share": storage / (device + storage) if busy_s else 0.0,
+    }
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
     p50, p90, p99 = np.quantile(values, [0.5, 0.9, 0.99])
-    return {f"{name}_s": float(np.mean(values)), f"{name}_p50_s": p50, f"{name}_p90_s": p90, f"{name}_p99_s": p99}
+    return {
+        f"{name}_s": float(np.mean(values)),
+        f"{name}_p50_s": p50,
+        f"{name}_p90_s": p90,
+        f"{name}_p99_s": p99,
+    }
 
 
 def table(named: Sequence[Mapping[str, str]], rows: Sequence[Mapping[str, Any]]) -> str:
@@ -107,7 +121,11 @@ def table(named: Sequence[Mapping[str, str]], rows: Sequence[Mapping[str, Any]])
     of the keys that vary, apart from the rate; `rows`: the totals of the runs. Rows that an earlier
     version wrote may lack some of these."""
     first = [Column(key, "", [run[key] for run in named], left=True) for key in named[0]]
-    shares = {"hit_rate": "hits", **{f"hit_rate_{tier}": f"{tier}\nhits" for tier in TIERS}, "reused_tokens": "reused"}
+    shares = {
+        "hit_rate": "hits",
+        **{f"hit_rate_{tier}": f"{tier}\nhits" for tier in TIERS},
+        "reused_tokens": "reused",
+    }
     seconds = {"ttft_p50_s": "TTFT\np50", "ttft_p90_s": "TTFT\np90", "ttft_p99_s": "TTFT\np99", "queue_s": "queue",
                "load_s": "load", "save_s": "save"}  # fmt: skip
     columns = [

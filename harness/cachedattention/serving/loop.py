@@ -34,7 +34,9 @@ class Clock:
     them pass while there is nothing to do, and without it the clock is set forward instead."""
 
     def __init__(
-        self, source: Callable[[], float] = perf_counter, sleep: Callable[[float], None] | None = None
+        self,
+        source: Callable[[], float] = perf_counter,
+        sleep: Callable[[float], None] | None = None,
     ) -> None:
         self._source, self._sleep = source, sleep
         self.start()
@@ -78,21 +80,31 @@ class ServingLoop:
     slots, and decodes one token of all running turns per step. `ending` says for a turn how tokens
     are picked and when it stops; `slots`: how many turns run side by side."""
 
-    def __init__(self, engine: Engine, caches: CachesBetweenTurns, clock: Clock, *, ending: Ending, slots: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        caches: CachesBetweenTurns,
+        clock: Clock,
+        *,
+        ending: Ending,
+        slots: int,
+    ) -> None:
         self.engine, self.caches, self.clock = engine, caches, clock
         self.ending, self.slots = ending, slots
         self._batch = RunningBatch(engine)
         self._order = count()  # of questions that come at the same moment
         self._running: dict[RunningSequence, ServedConversation] = {}
         self._waiting: deque[ServedConversation] = deque()
-        self._next: ServedConversation | None = None  # the first of them, once its history is loaded ahead
+        # the first of them, once its history is loaded ahead
+        self._next: ServedConversation | None = None
         self._ended: deque[tuple[Answer, Saved]] = deque()
 
     def serve(self, sessions: Sequence[Session]) -> Iterator[Answer]:
         """Serve all turns of the sessions (conversations with times of arrival). Yield the record
         of each turn, in the order in which they end."""
         self._coming = [
-            (session.start_s, next(self._order), ServedConversation(self.caches, session)) for session in sessions
+            (session.start_s, next(self._order), ServedConversation(self.caches, session))
+            for session in sessions
         ]
         heapify(self._coming)
         self.clock.start()
@@ -142,7 +154,8 @@ class ServingLoop:
         logits, ending = talk.compute(self._prefill), self.ending(turn)
         [stop] = ending["stops"]
 
-        def noting(tokens: list[int]) -> str | None:  # a stop is asked as soon as a token is on the host
+        # a stop is asked as soon as a token is on the host
+        def noting(tokens: list[int]) -> str | None:
             talk.token_s.append(self.clock.now() - talk.arrived_s)
             reason: str | None = stop(tokens)
             return reason
@@ -171,7 +184,12 @@ class ServingLoop:
         """End a conversation's turn: save its cache, record its times, and plan its next question
         for when the user has thought. Raise `NotFiniteError` for an answer from logits that are not
         finite."""
-        ended_s, found, [tokens], [stop] = self.clock.now(), talk.found, slot.out.tokens, slot.out.stops
+        ended_s, found, [tokens], [stop] = (
+            self.clock.now(),
+            talk.found,
+            slot.out.tokens,
+            slot.out.stops,
+        )
         if slot.out.not_finite is not None:
             raise self.engine.not_finite(self._tensor(talk.text), [tokens], slot.out.not_finite)
         talk.answered(tokens, stop)
@@ -195,7 +213,9 @@ class ServingLoop:
         )
         self._ended.append((answer, saved))
         if not talk.over:
-            heappush(self._coming, (ended_s + talk.think_s[talk.asked - 1], next(self._order), talk))
+            heappush(
+                self._coming, (ended_s + talk.think_s[talk.asked - 1], next(self._order), talk)
+            )
 
     def _tensor(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor([list(ids)], dtype=torch.long, device=self.engine.model.device)

@@ -27,7 +27,8 @@ from harness.results.files import digest
 
 VERSION = 3  # of the loop: goes up when its times mean something else
 CLOCKS = ("wall", "busy")
-READ = [key for key, entry in ENTRIES.items() if SERVE in entry.read_by]  # keys of a run that the loop reads
+# keys of a run that the loop reads
+READ = [key for key, entry in ENTRIES.items() if SERVE in entry.read_by]
 RANGES = {"rate": ABOVE_0, "think_s": FROM_0, "slots": FROM_1}
 TASK = "task=multiturn"  # where none is named
 
@@ -44,7 +45,9 @@ class TrafficSettings:
     def __post_init__(self) -> None:
         check_values(self, RANGES)
         if self.clock not in CLOCKS:
-            raise SettingsError(f"clock={self.clock} is unknown: choose one of {', '.join(CLOCKS)}.")
+            raise SettingsError(
+                f"clock={self.clock} is unknown: choose one of {', '.join(CLOCKS)}."
+            )
 
 
 OWN = tuple(field.name for field in fields(TrafficSettings))
@@ -80,7 +83,10 @@ def points(words: Sequence[str]) -> list[TrafficPoint]:
         _refuse_unread(key)
     varied = [key for key in chosen[0] if len({point[key].text for point in chosen}) > 1]
     stored = ["history" in point and point["history"].value == "store" for point in chosen]
-    runs = [_point(point, varied, any(stored) and not own) for point, own in zip(chosen, stored, strict=True)]
+    runs = [
+        _point(point, varied, any(stored) and not own)
+        for point, own in zip(chosen, stored, strict=True)
+    ]
     return list({(run.system, run.traffic.rate): run for run in runs}.values())
 
 
@@ -93,13 +99,17 @@ def _point(chosen: Mapping[str, Word], varied: Sequence[str], others_store: bool
     traffic = TrafficSettings(**{key: word.value for key, word in chosen.items() if key in OWN})
     named = {key: chosen[key].text.partition("=")[2] if key in chosen else "" for key in varied}
     task = [] if "task" in chosen else [TASK]
-    return TrafficPoint(traffic, (*task, *(word.text for key, word in chosen.items() if key not in OWN)), named)
+    return TrafficPoint(
+        traffic, (*task, *(word.text for key, word in chosen.items() if key not in OWN)), named
+    )
 
 
 def _refuse_unread(key: str) -> None:
     first = key.partition(".")[0]
     if key == "store.folder":
-        raise SettingsError("A server's disk tier is temporary: leave store.folder out, and set TMPDIR for its place.")
+        raise SettingsError(
+            "A server's disk tier is temporary: leave store.folder out, and set TMPDIR for its place."
+        )
     if key == "generation.samples":
         raise SettingsError("A server answers each question once: leave generation.samples out.")
     if key in OWN or first in (*READ, *GROUPS):
@@ -129,10 +139,15 @@ def drawn(items: Sequence[PreparedExample], traffic: TrafficSettings, seed: int)
     """Return the conversations with times. They arrive as a Poisson process, and users think for
     exponentially distributed times before the next question. With the same `seed`, another rate
     scales the times of arrival and changes nothing else."""
-    turns = [[TurnLengths(len(turn.prompt.ids), turn.new_tokens) for turn in item.turns] for item in items]
+    turns = [
+        [TurnLengths(len(turn.prompt.ids), turn.new_tokens) for turn in item.turns]
+        for item in items
+    ]
     rng = np.random.default_rng(seed)
     times = timed([item.example.id for item in items], turns, traffic.rate, traffic.think_s, rng)
-    return [Session(item, talk.start_s, talk.think_s) for item, talk in zip(items, times, strict=True)]
+    return [
+        Session(item, talk.start_s, talk.think_s) for item, talk in zip(items, times, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -152,7 +167,9 @@ class ServingPlan:
                 "This task is about overflow, which a server does not have: choose another, as multiturn."
             )
         job = Job.plan(method, task, model, replace(settings, batch=point.traffic.slots))
-        if any(turn.given or turn.prompt.replaces_answer for item in job.items for turn in item.turns):
+        if any(
+            turn.given or turn.prompt.replaces_answer for item in job.items for turn in item.turns
+        ):
             raise SettingsError(
                 "A server goes on with its own answers, and this task puts others in their place: set "
                 "task.replies=own, or task.golden=false for task=scbench."
@@ -161,7 +178,9 @@ class ServingPlan:
 
     def at(self, point: TrafficPoint) -> ServingPlan:
         """Return the plan of the same job with the rate and the times of arrival of `point`."""
-        return replace(self, point=point, sessions=drawn(self.job.items, point.traffic, self.job.settings.seed))
+        return replace(
+            self, point=point, sessions=drawn(self.job.items, point.traffic, self.job.settings.seed)
+        )
 
     @property
     def rate(self) -> float:
@@ -175,9 +194,21 @@ class ServingPlan:
     def identity(self) -> dict[str, Any]:
         """Return everything that shapes the run's results; a run with the same identity that has
         finished is not made again."""
-        times = [[session.start_s, list(session.think_s), session.item.sha256] for session in self.sessions]
-        traffic = {key: value for key, value in asdict(self.point.traffic).items() if key not in ("rate", "think_s")}
-        return {"version": VERSION, "trace": digest({"sessions": times}), **traffic, "job": self.job.identity}
+        times = [
+            [session.start_s, list(session.think_s), session.item.sha256]
+            for session in self.sessions
+        ]
+        traffic = {
+            key: value
+            for key, value in asdict(self.point.traffic).items()
+            if key not in ("rate", "think_s")
+        }
+        return {
+            "version": VERSION,
+            "trace": digest({"sessions": times}),
+            **traffic,
+            "job": self.job.identity,
+        }
 
     @property
     def folder(self) -> str:

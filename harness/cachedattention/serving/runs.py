@@ -39,7 +39,11 @@ class Runs:
     a device and storage cost; `out`: the folder of the results."""
 
     def __init__(
-        self, points: Sequence[TrafficPoint], out: Path, prices: Prices, config_dirs: Sequence[Path] = ()
+        self,
+        points: Sequence[TrafficPoint],
+        out: Path,
+        prices: Prices,
+        config_dirs: Sequence[Path] = (),
     ) -> None:
         self.out, self.prices = out, prices
         self.plans: list[ServingPlan] = []
@@ -86,7 +90,9 @@ class Runs:
     def _flat(self) -> list[ServedRow]:
         """Return one row per run for a spreadsheet: the keys that vary, the rate, and the
         totals."""
-        return [{**plan.point.others, "rate": plan.rate, **row["figures"]} for plan, row in self.rows]
+        return [
+            {**plan.point.others, "rate": plan.rate, **row["figures"]} for plan, row in self.rows
+        ]
 
     def write(self) -> list[Path]:
         """Write the tables over all runs; return their files. The same runs at the same prices have
@@ -114,10 +120,14 @@ def served(plan: ServingPlan, folder: Path) -> ServedRow:
             clock = Clock(sleep=time.sleep if traffic.clock == "wall" else None)
             assert isinstance(runner.kept, Histories)
             kept = runner.kept.caches
-            loop = ServingLoop(runner.engine, kept, clock, ending=runner.ending, slots=traffic.slots)
+            loop = ServingLoop(
+                runner.engine, kept, clock, ending=runner.ending, slots=traffic.slots
+            )
             turns = [1 for session in plan.sessions for _ in session.item.turns]
             coming = loop.serve(plan.sessions)
-            answers = list(progress(coming, plan.label, turns, size=lambda _: 1, what="turns", unit="turn"))
+            answers = list(
+                progress(coming, plan.label, turns, size=lambda _: 1, what="turns", unit="turn")
+            )
             totals = figures(answers, clock.now(), clock.idle_s)
             stored = kept.store.statistics.plain() if isinstance(kept, StoredCaches) else None
     lines = list(_scored(plan, answers, runner))

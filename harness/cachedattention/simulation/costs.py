@@ -37,7 +37,10 @@ class Prices:
     def usd(self, hours: float, gpus: int, host_bytes: int, disk_bytes: int) -> tuple[float, float]:
         """Return two sums in dollars: what `gpus` GPUs cost for so many hours, and what the storage
         that is reserved for as long does."""
-        storage = host_bytes / 1e9 * self.dram_usd_per_gb_hour + disk_bytes / 1e9 * self.ssd_usd_per_gb_hour
+        storage = (
+            host_bytes / 1e9 * self.dram_usd_per_gb_hour
+            + disk_bytes / 1e9 * self.ssd_usd_per_gb_hour
+        )
         return hours * gpus * self.gpu_usd_per_hour, hours * storage
 
 
@@ -73,9 +76,13 @@ def load(path: Path = FILE) -> Costs:
     try:
         plain = read_yaml(path)
         models = {name: _numbers(Served, values) for name, values in plain["models"].items()}
-        return Costs(_numbers(Hardware, plain["hardware"]), _numbers(Prices, plain["prices"]), models)
+        return Costs(
+            _numbers(Hardware, plain["hardware"]), _numbers(Prices, plain["prices"]), models
+        )
     except (StoreError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise SettingsError(f"--costs {path} cannot be read ({error}): write the keys that {FILE.name} has.") from error
+        raise SettingsError(
+            f"--costs {path} cannot be read ({error}): write the keys that {FILE.name} has."
+        ) from error
 
 
 def _numbers(kind: Any, values: Mapping[str, Any]) -> Any:

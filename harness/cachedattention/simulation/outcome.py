@@ -115,9 +115,17 @@ def table(rows: Sequence[SimulatedRow], runs: Sequence[Scenario]) -> str:
     """Return the terminal's table of simulated runs, one line each: the keys that differ between
     the runs, and the figures."""
     all_figures = [row["figures"] for row in rows]
-    named = [Column(key, "", [str(getattr(run, key)) for run in runs], left=True) for key in varied(runs)]
-    shares = {"hit_rate": "hits", **{f"hit_rate_{tier}": f"{tier}\nhits" for tier in TIERS}, "returning": "returning"}
-    figures = [share(head, [one[key] or None for one in all_figures]) for key, head in shares.items()]
+    named = [
+        Column(key, "", [str(getattr(run, key)) for run in runs], left=True) for key in varied(runs)
+    ]
+    shares = {
+        "hit_rate": "hits",
+        **{f"hit_rate_{tier}": f"{tier}\nhits" for tier in TIERS},
+        "returning": "returning",
+    }
+    figures = [
+        share(head, [one[key] or None for one in all_figures]) for key, head in shares.items()
+    ]
     figures += [
         number("TTFT", "s", [one["ttft_s"] for one in all_figures]),
         number("p90", "s", [one["ttft_p90_s"] for one in all_figures]),
@@ -126,7 +134,11 @@ def table(rows: Sequence[SimulatedRow], runs: Sequence[Scenario]) -> str:
         number("GPU time", "h", [one["gpu_hours"] for one in all_figures]),
         number("cost", "$", [one["cost_usd"] for one in all_figures]),
         share("storage", [one["storage_share"] or None for one in all_figures]),
-        quantity("disk\nwritten", [one["disk_written_bytes"] for one in all_figures], GB, hide_zeros=True),
-        quantity("disk\nread", [one["disk_read_bytes"] for one in all_figures], GB, hide_zeros=True),
+        quantity(
+            "disk\nwritten", [one["disk_written_bytes"] for one in all_figures], GB, hide_zeros=True
+        ),
+        quantity(
+            "disk\nread", [one["disk_read_bytes"] for one in all_figures], GB, hide_zeros=True
+        ),
     ]
     return text_table([*named, *figures])

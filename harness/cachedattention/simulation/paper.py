@@ -38,7 +38,9 @@ class PaperClaim:
         if self.over is None:
             return float(here)
         there = _find(rows, {**self.at, **self.over})[self.of]
-        return float({"saving": 1 - here / there, "speedup": there / here, "points": here - there}[self.kind])
+        return float(
+            {"saving": 1 - here / there, "speedup": there / here, "points": here - there}[self.kind]
+        )
 
     @property
     def is_share(self) -> bool:
@@ -78,9 +80,13 @@ class Figure:
             key = word.partition("=")[0]
             if key in made or "," in word:
                 kept = made.get(key, f"one value of {key}")
-                raise SettingsError(f"--figure {self.number} makes its runs with {kept}: leave out {word}.")
+                raise SettingsError(
+                    f"--figure {self.number} makes its runs with {kept}: leave out {word}."
+                )
         for scenario in scenarios([*self.runs, *words]):
-            if not self.skip or any(getattr(scenario, key) != value for key, value in self.skip.items()):
+            if not self.skip or any(
+                getattr(scenario, key) != value for key, value in self.skip.items()
+            ):
                 yield scenario
 
     def table(self, rows: Sequence[SimulatedRow]) -> str:
@@ -90,9 +96,15 @@ class Figure:
         missed = [claim.is_missed(value) for claim, value in zip(self.claims, ours, strict=True)]
         shown = text_table(
             [
-                Column(f"figure {self.number}", "", [claim.name for claim in self.claims], left=True),
+                Column(
+                    f"figure {self.number}", "", [claim.name for claim in self.claims], left=True
+                ),
                 Column("paper", "", [claim.shown(claim.paper) for claim in self.claims]),
-                Column("ours", "", [claim.shown(value) for claim, value in zip(self.claims, ours, strict=True)]),
+                Column(
+                    "ours",
+                    "",
+                    [claim.shown(value) for claim, value in zip(self.claims, ours, strict=True)],
+                ),
                 Column("", "", ["!" * is_missed for is_missed in missed], left=True),
             ]
         )
@@ -105,14 +117,20 @@ def figure(number: str) -> Figure:
     where it is not simulated."""
     known = read_yaml(FILE)
     if number not in known:
-        raise SettingsError(f"--figure {number} is not simulated: choose one of {', '.join(known)}.")
+        raise SettingsError(
+            f"--figure {number} is not simulated: choose one of {', '.join(known)}."
+        )
     plain = known[number]
     claims = [PaperClaim(**claim) for claim in plain["claims"]]
     return Figure(number, plain["title"], plain["runs"], plain.get("skip", {}), claims)
 
 
 def _find(rows: Sequence[SimulatedRow], at: Mapping[str, Any]) -> SimulatedRow:
-    found = [row["figures"] for row in rows if all(row["settings"][key] == value for key, value in at.items())]
+    found = [
+        row["figures"]
+        for row in rows
+        if all(row["settings"][key] == value for key, value in at.items())
+    ]
     if len(found) != 1:
         raise ValueError(f"{len(found)} runs have {dict(at)}")
     return dict(found[0])

@@ -29,7 +29,8 @@ class Scenario:
     conversations that arrive."""
 
     model: str = "llama-13b"  # one of the cost table
-    policy: str = "scheduler_aware"  # lru, fifo; recompute: no store, the history is computed in every turn
+    # lru, fifo; recompute: no store, the history is computed in every turn
+    policy: str = "scheduler_aware"
     device: str | int = 0  # bytes of each tier
     host: str | int = "128GB"
     disk: str | int = "10TB"
@@ -40,7 +41,8 @@ class Scenario:
         "decoupled"  # coupled: an overflow of the window makes the store's copy void
     )
     truncation_ratio: float = 0.5  # of the history, kept where it overflows the window
-    preload: Literal["buffered", "layerwise", "off"] = "buffered"  # how loading and computing overlap
+    # how loading and computing overlap
+    preload: Literal["buffered", "layerwise", "off"] = "buffered"
     sessions: int = 9000
     rate: float = 1.0  # new sessions per second
     think_s: float = 30.0  # mean, from an answer to the next question
@@ -52,12 +54,16 @@ class Scenario:
     def __post_init__(self) -> None:
         if self.policy not in (*POLICIES, RECOMPUTE):
             known = [*POLICIES, RECOMPUTE]
-            raise SettingsError(f"There is no policy {self.policy!r}{suggestion(self.policy, known)}")
+            raise SettingsError(
+                f"There is no policy {self.policy!r}{suggestion(self.policy, known)}"
+            )
         check_values(self, RANGES)
         if self.policy == RECOMPUTE:
             return
         if not any(self.capacities.values()):
-            raise SettingsError(f"policy={self.policy} has no tier to store in: set host=128GB, or policy={RECOMPUTE}.")
+            raise SettingsError(
+                f"policy={self.policy} has no tier to store in: set host=128GB, or policy={RECOMPUTE}."
+            )
 
     @property
     def capacities(self) -> dict[str, int]:
@@ -87,4 +93,6 @@ def varied(runs: Sequence[Scenario]) -> list[str]:
     """Return the names of the settings in which the runs differ, and always `policy`, in the order
     of the fields."""
     names = [field.name for field in fields(Scenario)]
-    return [name for name in names if name == "policy" or len({getattr(run, name) for run in runs}) > 1]
+    return [
+        name for name in names if name == "policy" or len({getattr(run, name) for run in runs}) > 1
+    ]

@@ -17,7 +17,14 @@ from math import inf
 from harness.cachedattention.simulation.costs import Costs, Hardware
 from harness.cachedattention.simulation.scenario import RECOMPUTE, Scenario
 from harness.cachedattention.simulation.trace import TracedConversation, TurnLengths
-from harness.cachedattention.store.placement import POLICIES, DiskAccount, JobQueue, Move, Placement, in_order
+from harness.cachedattention.store.placement import (
+    POLICIES,
+    DiskAccount,
+    JobQueue,
+    Move,
+    Placement,
+    in_order,
+)
 from harness.config.settings import BLOCK_TOKENS
 from harness.config.values import size
 from methods.tiers.tier import DISK, HOST
@@ -111,15 +118,19 @@ class Server:
         self.store: Placement | None = None
         if scenario.policy != RECOMPUTE:
             ttl_s = scenario.ttl_s or inf
-            self.store = Placement(scenario.capacities, POLICIES[scenario.policy](), ttl_s, scenario.copies)
+            self.store = Placement(
+                scenario.capacities, POLICIES[scenario.policy](), ttl_s, scenario.copies
+            )
         write_buffer = size("write_buffer", scenario.write_buffer)
         self.disk = SimulatedDisk(scenario.capacities[DISK], costs.hardware, write_buffer)
         self.queue = self.store.queue if self.store else JobQueue()
         self.now_s = self._busy_s = self._pcie_free_s = self._last_start_s = 0.0
         self._order = count()  # of questions that come at the same moment
         self._steps = 0  # decode steps since the beginning
-        self._running: list[tuple[int, int, str]] = []  # (step of the last token, number of the job, session)
-        self._ready_s: dict[str, float] = {}  # since when, or from when on, a session's rows lie in host memory
+        # (step of the last token, number of the job, session)
+        self._running: list[tuple[int, int, str]] = []
+        # since when, or from when on, a session's rows lie in host memory
+        self._ready_s: dict[str, float] = {}
         self.jobs: list[ServedTurn] = []
         self.moves: list[Move] = []
 
@@ -206,7 +217,9 @@ class Server:
         self._carry_out(self.store.use(session, self.now_s), on_its_way=session)
         return DISK if tier == HOST and ready_s > self.now_s else tier, ready_s
 
-    def _load(self, state: OpenConversation, tier: str | None, ready_s: float, compute_s: float) -> tuple[float, float]:
+    def _load(
+        self, state: OpenConversation, tier: str | None, ready_s: float, compute_s: float
+    ) -> tuple[float, float]:
         """Return the seconds that loading the history takes, and how many of them the turn waits
         for it. `tier`: where it was found; `ready_s`: the time since when its rows lie in host
         memory and the turn is known; `compute_s`: the seconds of its prefill.
@@ -230,7 +243,9 @@ class Server:
         until a question arrives for which there is a free slot."""
         steps = self._running[0][0] - self._steps
         if self._coming and len(self._running) < self.model.batch:
-            steps = min(steps, int((self._coming[0][0] - self.now_s) / self.model.decode_step_s) + 1)
+            steps = min(
+                steps, int((self._coming[0][0] - self.now_s) / self.model.decode_step_s) + 1
+            )
         self._steps += steps
         self._advance(steps * self.model.decode_step_s)
         self._arrivals()  # before anything is saved: who waits is exempt
@@ -279,7 +294,9 @@ class Server:
                     self._write(self.states[move.session], move.size)
             elif move.source == DISK:
                 if move.session != on_its_way:
-                    self._ready_s[move.session] = self.disk.read(move.session, move.size, self.now_s)
+                    self._ready_s[move.session] = self.disk.read(
+                        move.session, move.size, self.now_s
+                    )
                 self.disk.files.spare(move.session)
 
     def _write(self, state: OpenConversation, held: int) -> None:
@@ -287,7 +304,9 @@ class Server:
         time goes on if the write buffer is full. `held`: bytes of keys and values that stay in
         memory until that is done."""
         sizes = state.sizes(self.model.kv_bytes_per_token)
-        self._advance(self.disk.write(state.conversation.name, sizes, held, self.now_s) - self.now_s)
+        self._advance(
+            self.disk.write(state.conversation.name, sizes, held, self.now_s) - self.now_s
+        )
 
     def _advance(self, seconds: float) -> None:
         self.now_s += seconds

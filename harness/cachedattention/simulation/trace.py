@@ -40,7 +40,13 @@ class TracedConversation:
 
 @lru_cache(maxsize=4)
 def drawn(
-    sessions: int, rate: float, *, seed: int = 0, think_s: float, question_share: float, correlation: float
+    sessions: int,
+    rate: float,
+    *,
+    seed: int = 0,
+    think_s: float,
+    question_share: float,
+    correlation: float,
 ) -> list[TracedConversation]:
     """Draw so many conversations. `rate`: new ones per second, a Poisson process. `think_s`: mean
     seconds from an answer to the next question, an exponential law. `question_share`: the
@@ -49,7 +55,8 @@ def drawn(
     rng = np.random.default_rng(seed)
     lengths = length_distribution.drawn(sessions, rng, correlation=correlation)
     turns = [
-        [TurnLengths(*length_distribution.parted(tokens, question_share)) for tokens in session] for session in lengths
+        [TurnLengths(*length_distribution.parted(tokens, question_share)) for tokens in session]
+        for session in lengths
     ]
     return timed([str(number) for number in range(sessions)], turns, rate, think_s, rng)
 
@@ -57,16 +64,24 @@ def drawn(
 def statistics(trace: Sequence[TracedConversation]) -> dict[str, float]:
     """Return the statistics (turns and tokens of conversations) by which a drawn trace is compared
     with a real one."""
-    return length_distribution.statistics([[(turn.question, turn.answer) for turn in talk.turns] for talk in trace])
+    return length_distribution.statistics(
+        [[(turn.question, turn.answer) for turn in talk.turns] for talk in trace]
+    )
 
 
 def timed(
-    names: Sequence[str], turns: Sequence[Sequence[TurnLengths]], rate: float, think_s: float, rng: np.random.Generator
+    names: Sequence[str],
+    turns: Sequence[Sequence[TurnLengths]],
+    rate: float,
+    think_s: float,
+    rng: np.random.Generator,
 ) -> list[TracedConversation]:
     """Give conversations of known lengths their times, drawn as `drawn` says. Another rate scales
     the times of arrival, and changes nothing else."""
     starts = np.cumsum(rng.exponential(1 / rate, len(names)))
     return [
-        TracedConversation(name, float(start), tuple(own), tuple(rng.exponential(think_s, len(own) - 1).tolist()))
+        TracedConversation(
+            name, float(start), tuple(own), tuple(rng.exponential(think_s, len(own) - 1).tolist())
+        )
         for name, start, own in zip(names, starts, turns, strict=True)
     ]

@@ -104,7 +104,11 @@ def by_layer(names: Iterable[str]) -> dict[int, list[str]]:
 
 def joined(parts: Sequence[Tensors]) -> Tensors:
     """Concatenate the rows of several blocks along their tokens, into one tensor per name."""
-    return {name: torch.cat([rows[name] for rows in parts], dim=-2) for name in parts[0]} if parts else {}
+    return (
+        {name: torch.cat([rows[name] for rows in parts], dim=-2) for name in parts[0]}
+        if parts
+        else {}
+    )
 
 
 def has_rest(parts: Sequence[Block]) -> bool:
@@ -155,7 +159,8 @@ def write(path: Path, block: Block) -> WrittenFile:
     assert block.rows is not None
     tensors = {name: rows.cpu() for name, rows in block.rows.items()}
     sums = {f"{SUM}{name}": _sum(rows) for name, rows in tensors.items()}
-    data = save(tensors, {"tokens": str(len(block.tokens)), **sums})  # which are none of a block without rows
+    # which are none of a block without rows
+    data = save(tensors, {"tokens": str(len(block.tokens)), **sums})
     with replacing(path) as file:
         file.write(data)
     return WrittenFile(hashlib.sha256(data[: 8 + _length(data)]).hexdigest(), len(data))

@@ -39,7 +39,8 @@ from kernels.temporary import remove_abandoned, replacing
 
 FORMAT = 6  # of a session's file
 HEX = "[0-9a-f]"  # each character of a name that the store makes
-MISREAD = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # by JSON that is not the store's
+# by JSON that is not the store's
+MISREAD = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 class HistoryWarning(UserWarning):
@@ -106,21 +107,30 @@ class Disk:
         all_read = True
         for folder in _own(self.folder / "blocks", f"{HEX}{{2}}", S_ISDIR):
             try:
-                sizes |= {path: path.lstat().st_size for path in _own(folder, rf"{HEX}{{32}}\.safetensors", S_ISREG)}
+                sizes |= {
+                    path: path.lstat().st_size
+                    for path in _own(folder, rf"{HEX}{{32}}\.safetensors", S_ISREG)
+                }
             except OSError as error:
                 all_read = False
-                warn(f"{folder} cannot be read ({error.strerror}): it is passed over, and no block is removed")
+                warn(
+                    f"{folder} cannot be read ({error.strerror}): it is passed over, and no block is removed"
+                )
         named: set[Path] = set()
         files = _own(self.folder / "sessions", rf"{HEX}{{32}}\.json", S_ISREG)
         for path in sorted(files, key=lambda path: path.lstat().st_mtime_ns):
             try:
                 key, session = self._session_in(path)
                 is_whole = all(
-                    sizes.get(self.path(block)) == block.file.bytes for block in session.blocks if block.file
+                    sizes.get(self.path(block)) == block.file.bytes
+                    for block in session.blocks
+                    if block.file
                 )
             except OSError as error:
                 all_read = False
-                warn(f"{path} cannot be read ({error.strerror}): it is passed over, and no block is removed")
+                warn(
+                    f"{path} cannot be read ({error.strerror}): it is passed over, and no block is removed"
+                )
                 continue
             except MISREAD:
                 warn(f"{path} is damaged or of another version: its session is dropped")
@@ -168,7 +178,8 @@ class Disk:
         """Note that the session was used just now, by the time stamp of its file; do nothing where
         it is not on disk."""
         if key in self.sessions:
-            self._used = max(time.time_ns(), self._used + 1)  # no two sessions at once, however the clock is set
+            # no two sessions at once, however the clock is set
+            self._used = max(time.time_ns(), self._used + 1)
             with suppress(OSError):
                 os.utime(self._session_path(key), ns=(self._used, self._used))
 
@@ -234,7 +245,9 @@ class Disk:
 
 
 def _unusable(folder: Path, error: OSError) -> HistoryError:
-    return HistoryError(f"the store cannot use {error.filename or folder} ({error.strerror}): name another folder")
+    return HistoryError(
+        f"the store cannot use {error.filename or folder} ({error.strerror}): name another folder"
+    )
 
 
 def _own(folder: Path, name: str, is_kind: Callable[[int], bool]) -> Iterator[Path]:

@@ -18,7 +18,8 @@ from methods.tiers.block import Tensors
 from methods.tiers.lanes import Spans
 from methods.tiers.transfer import beside_the_model, reached
 
-LayerRows = tuple[Tensors, Tensors]  # rows of tokens, and what belongs to all of them together, by name
+# rows of tokens, and what belongs to all of them together, by name
+LayerRows = tuple[Tensors, Tensors]
 Prepare = Callable[[int, LayerRows], LayerRows]
 
 
@@ -63,7 +64,8 @@ class HistoryLoad:
         self.tokens, self.tier, self.new = length(parts), contents.found_in(key) or "", new
         self.size = sum(part.size for part in parts)
         self._contents, self._key = contents, key
-        self._after = reached(contents.place.device)  # what `prepare` uses was made on the caller's stream
+        # what `prepare` uses was made on the caller's stream
+        self._after = reached(contents.place.device)
         self._prepare = prepare
         self._count, self._rest = len(parts), has_rest(parts)
         self._copies: dict[int, Future[LayerRows]] = {}
@@ -99,7 +101,8 @@ class HistoryLoad:
         try:
             layer = self._copies.pop(number).result()
             for x in layer[0].values():
-                if x.is_cuda:  # its memory is not given away before the asking stream is done with it
+                # its memory is not given away before the asking stream is done with it
+                if x.is_cuda:
                     x.record_stream(torch.cuda.current_stream(x.device))
             return layer
         except LOST as error:
@@ -161,7 +164,12 @@ class HistoryLoad:
         rest = {name: x.clone() for name, x in parts.pop().items()} if self._rest else {}
         device = self._contents.place.device
         with beside_the_model(device, self._after):
-            rows = joined([{name: x.to(device, non_blocking=True) for name, x in part.items()} for part in parts])
+            rows = joined(
+                [
+                    {name: x.to(device, non_blocking=True) for name, x in part.items()}
+                    for part in parts
+                ]
+            )
             layer = self._prepare(number, (rows, rest))
         self._spans.add(began, perf_counter())
         return layer

@@ -29,7 +29,15 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from harness.cachedattention.store.block import LOST, Block, FoundHistory, HistoryLost, Loss, has_rest, length
+from harness.cachedattention.store.block import (
+    LOST,
+    Block,
+    FoundHistory,
+    HistoryLost,
+    Loss,
+    has_rest,
+    length,
+)
 from harness.cachedattention.store.disk import Disk, HistoryError, warn
 from harness.cachedattention.store.fingerprint import EXACT, Fingerprint, cut_lineage
 from harness.cachedattention.store.history_load import HistoryLoad, Prepare, as_it_is
@@ -106,7 +114,9 @@ class HistoryStore:
         try:
             self.pinned_pool.expect(size)
         except RuntimeError as error:
-            warn(f"rows of conversations lie in memory that is not pinned, and travel more slowly: {error}")
+            warn(
+                f"rows of conversations lie in memory that is not pinned, and travel more slowly: {error}"
+            )
 
     def open(
         self,
@@ -167,7 +177,12 @@ class HistoryStore:
         return self.contents.lineages.get(self._key(session))
 
     def put(
-        self, session: str, tokens: Sequence[int], layers: Given, rest: Rest = NOTHING, lineage: str = EXACT
+        self,
+        session: str,
+        tokens: Sequence[int],
+        layers: Given,
+        rest: Rest = NOTHING,
+        lineage: str = EXACT,
     ) -> None:
         """Replace all that is stored of the session by `tokens` and their keys and values `layers`,
         tensors [..., tokens, width] by name. `rest`: tensors by name that belong to all tokens
@@ -175,7 +190,13 @@ class HistoryStore:
         self.extend(session, 0, tokens, layers, rest, lineage)
 
     def extend(
-        self, session: str, start: int, tokens: Sequence[int], layers: Given, rest: Rest = NOTHING, lineage: str = EXACT
+        self,
+        session: str,
+        start: int,
+        tokens: Sequence[int],
+        layers: Given,
+        rest: Rest = NOTHING,
+        lineage: str = EXACT,
     ) -> bool:
         """Append `tokens` and their keys and values to the first `start` tokens of a session, which
         stay untouched; `rest` replaces the tensors that belong to all tokens. `lineage`: the hash
@@ -185,7 +206,11 @@ class HistoryStore:
         return self.hold(session, start, [self._blocks(tokens, layers, rest)], lineage)
 
     def leave(
-        self, tokens: Sequence[int], layers: Given, rest: Rest = NOTHING, stored: MakeStored = as_given
+        self,
+        tokens: Sequence[int],
+        layers: Given,
+        rest: Rest = NOTHING,
+        stored: MakeStored = as_given,
     ) -> UploadToHost:
         """Begin to copy rows of `tokens` from the device into blocks in host memory, and return
         this upload for `hold`. `rest`: tensors that belong to all tokens together. A thread copies
@@ -193,7 +218,9 @@ class HistoryStore:
         must not change what is given meanwhile."""
         return self._blocks(tokens, layers, rest, stored=stored, lane=self.contents.leaving_lane)
 
-    def hold(self, session: str, start: int, uploads: Sequence[UploadToHost], lineage: str = EXACT) -> bool:
+    def hold(
+        self, session: str, start: int, uploads: Sequence[UploadToHost], lineage: str = EXACT
+    ) -> bool:
         """Append the blocks of `uploads`, whose rows are still on their way from the device, to the
         first `start` tokens of a session. Return False, storing nothing, where these are not stored
         any more (as `extend` does). The caller waits while more bytes are on their way than the
@@ -274,7 +301,12 @@ class HistoryStore:
     def __enter__(self) -> HistoryStore:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _key(self, session: str) -> str:
@@ -287,7 +319,9 @@ class HistoryStore:
         if self._closed:
             raise HistoryError("the store is closed: open another one on its folder")
         self.contents.collect()
-        self.contents.carry_out(self.placement.expire(self.contents.clock()), dropped_for=Loss.TOO_OLD)
+        self.contents.carry_out(
+            self.placement.expire(self.contents.clock()), dropped_for=Loss.TOO_OLD
+        )
         return self._key(session)
 
     def _without_first(self, block: Block, drop: int) -> Block:

@@ -96,7 +96,8 @@ class TierContents:
         self.name, self.capacity = name, capacity
         self.items: dict[str, PlacedSession] = {}
         self.bytes = 0
-        self._heap: list[tuple[Rank, str]] = []  # may hold ranks that rose since, and sessions that left
+        # may hold ranks that rose since, and sessions that left
+        self._heap: list[tuple[Rank, str]] = []
 
     @property
     def free(self) -> int:
@@ -114,7 +115,11 @@ class TierContents:
     def push(self, item: PlacedSession, rank: Rank) -> None:
         heappush(self._heap, (rank, item.session))
         if len(self._heap) > 2 * len(self.items) + SLACK:
-            lowest = {session: rank for rank, session in sorted(self._heap, reverse=True) if session in self.items}
+            lowest = {
+                session: rank
+                for rank, session in sorted(self._heap, reverse=True)
+                if session in self.items
+            }
             self._heap = [(rank, session) for session, rank in lowest.items()]
             heapify(self._heap)
 
@@ -143,7 +148,9 @@ class DiskAccount(Generic[Name]):
         self._blocks: dict[str, Mapping[Name, int]] = {}
         self._spare: OrderedDict[str, None] = OrderedDict()  # the first became one first
 
-    def make_room(self, session: str, blocks: Mapping[Name, int], drop: Callable[[str], None]) -> None:
+    def make_room(
+        self, session: str, blocks: Mapping[Name, int], drop: Callable[[str], None]
+    ) -> None:
         """Call `drop` for other sessions whose files are spare copies, since they lie in memory
         too, until `blocks`, all that `session` has, fit. Raise OSError where they do not fit and no
         spare copy is left."""
@@ -242,7 +249,9 @@ def without_copies(capacities: Mapping[str, int]) -> int:
     where nothing is left."""
     left = 2 * capacities[DISK] - sum(capacities.values())
     if left <= 0:
-        raise SettingsError("disk is too small for copies of what lies in memory: raise disk, or set copies=false.")
+        raise SettingsError(
+            "disk is too small for copies of what lies in memory: raise disk, or set copies=false."
+        )
     return left
 
 
@@ -253,18 +262,22 @@ class Placement:
     use after which a session is dropped. `copies`: keep as many bytes of the disk free as the tiers
     above hold, for spare copies of their sessions."""
 
-    def __init__(self, capacities: Mapping[str, int], policy: LRU, ttl_s: float = inf, copies: bool = False) -> None:
+    def __init__(
+        self, capacities: Mapping[str, int], policy: LRU, ttl_s: float = inf, copies: bool = False
+    ) -> None:
         given = {name: capacities[name] for name in TIERS if capacities.get(name)}
         if copies and DISK in given:
             given[DISK] = without_copies(given)
-        self.levels = [TierContents(name, size) for name, size in given.items()]  # the fastest tier first
+        # the fastest tier first
+        self.levels = [TierContents(name, size) for name, size in given.items()]
         self.names = list(given)
         self.policy, self.ttl_s = policy, ttl_s
         self.queue = JobQueue()
         self.items: OrderedDict[str, PlacedSession] = OrderedDict()  # least recently used first
         self._waiting_capacity = sum(size for name, size in given.items() if name != DEVICE)
         self._ticks = self._bytes = 0
-        self._farthest = 0  # the window's end, where it was farthest since ranks were last put right
+        # the window's end, where it was farthest since ranks were last put right
+        self._farthest = 0
 
     def tier(self, session: str) -> str | None:
         item = self.items.get(session)
@@ -308,7 +321,9 @@ class Placement:
         if HOST not in self.names or DISK not in self.names:
             return
         level = self.names.index(HOST)
-        for session in list(islice(self.queue, self.policy.window(self.levels[level].capacity, self.mean_size))):
+        for session in list(
+            islice(self.queue, self.policy.window(self.levels[level].capacity, self.mean_size))
+        ):
             item = self.items.get(session)
             if item and item.level > level:
                 moves = self._raise(item, level)
@@ -320,7 +335,9 @@ class Placement:
         """Drop all sessions that were not used for `ttl_s` seconds; return their moves out of the
         store."""
         moves: list[Move] = []
-        while self.items and now_s - (oldest := next(iter(self.items.values()))).used_s > self.ttl_s:
+        while (
+            self.items and now_s - (oldest := next(iter(self.items.values()))).used_s > self.ttl_s
+        ):
             moves += self.drop(oldest.session)
         return moves
 
@@ -371,7 +388,9 @@ class Placement:
         self._place(item, level, tier.name, moves)
         return moves
 
-    def _place(self, item: PlacedSession, level: int, source: str | None, moves: list[Move]) -> None:
+    def _place(
+        self, item: PlacedSession, level: int, source: str | None, moves: list[Move]
+    ) -> None:
         """Move the session into the first tier from `level` on (0 is the fastest) that takes it, or
         else out of the store. Append what moves to `moves`."""
         for slower in range(level, len(self.levels)):
@@ -405,7 +424,9 @@ class Placement:
             self._place(victim, level + 1, tier.name, moves)
         return True
 
-    def _settle(self, item: PlacedSession, level: int, source: str | None, moves: list[Move]) -> None:
+    def _settle(
+        self, item: PlacedSession, level: int, source: str | None, moves: list[Move]
+    ) -> None:
         item.level = level
         tier = self.levels[level]
         tier.add(item, self.rank(item))

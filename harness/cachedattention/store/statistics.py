@@ -26,8 +26,10 @@ class Statistics:
     dropped: int = 0
     refused: int = 0
     lost: int = 0
-    moved: Counter[tuple[str | None, str]] = field(default_factory=Counter)  # bytes of sessions, by tiers
-    written_bytes: int = 0  # to files; less than what moved there, for spare copies are not written again
+    # bytes of sessions, by tiers
+    moved: Counter[tuple[str | None, str]] = field(default_factory=Counter)
+    # to files; less than what moved there, for spare copies are not written again
+    written_bytes: int = 0
     read_bytes: int = 0
     load_s: float = 0.0
     hidden_s: float = 0.0
@@ -42,7 +44,9 @@ class Statistics:
         self.reused_tokens += count * tokens
 
     def plain(self) -> dict[str, Any]:
-        moved = {f"{source or 'new'}->{target}": size for (source, target), size in self.moved.items()}
+        moved = {
+            f"{source or 'new'}->{target}": size for (source, target), size in self.moved.items()
+        }
         return vars(self) | {"hits": dict(self.hits), "moved": moved}
 
 

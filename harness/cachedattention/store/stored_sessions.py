@@ -13,7 +13,16 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
-from harness.cachedattention.store.block import LOST, Block, BlockFile, Loss, by_layer, covered, has_rest, loss_by
+from harness.cachedattention.store.block import (
+    LOST,
+    Block,
+    BlockFile,
+    Loss,
+    by_layer,
+    covered,
+    has_rest,
+    loss_by,
+)
 from harness.cachedattention.store.block import length as length_of
 from harness.cachedattention.store.disk import Disk, warn
 from harness.cachedattention.store.placement import Move, Placement, in_order
@@ -46,7 +55,9 @@ class WriteBuffer:
         self._changes: deque[tuple[Future[Any], int, Callable[[Future[Any]], None]]] = deque()
         self.held = 0
 
-    def submit(self, action: Callable[[], T], finished: Callable[[Future[T]], None], size: int = 0) -> None:
+    def submit(
+        self, action: Callable[[], T], finished: Callable[[Future[T]], None], size: int = 0
+    ) -> None:
         """Run `action` in the worker after all that were submitted before, and call `finished` with
         its future afterwards. `size`: bytes of rows that wait for it in memory."""
         self.follow(self._worker.submit(action), finished, size)
@@ -90,7 +101,13 @@ class Fetch:
     others are read from the files that `path` names. A file that is missing (OSError), too short or
     of another block (`DamagedBlock`) raises before any read begins."""
 
-    def __init__(self, parts: Sequence[Block], path: Callable[[Block], Path], place: Place, lane: TransferLane) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Block],
+        path: Callable[[Block], Path],
+        place: Place,
+        lane: TransferLane,
+    ) -> None:
         self._parts, self._place = list(parts), place
         self._files = [BlockFile(path(part), part) if part.rows is None else None for part in parts]
         both = zip(self._parts, self._files, strict=True)
@@ -98,7 +115,8 @@ class Fetch:
         self.spans = Spans()  # in which a layer was read
         self.layers = sorted({layer for named in names for layer in named})
         self.rows: dict[int, Future[list[Tensors]]] = {
-            layer: lane.submit(partial(self._read, [named.get(layer, []) for named in names])) for layer in self.layers
+            layer: lane.submit(partial(self._read, [named.get(layer, []) for named in names]))
+            for layer in self.layers
         }
 
     @property
@@ -112,7 +130,9 @@ class Fetch:
 
     def brings(self, parts: Sequence[Block]) -> bool:
         """Return whether this fetch reads all those of `parts` whose rows do not lie in memory."""
-        return {part.name for part in parts if part.rows is None} <= {part.name for part in self._parts}
+        return {part.name for part in parts if part.rows is None} <= {
+            part.name for part in self._parts
+        }
 
     def wait(self) -> None:
         """Wait until all layers are read or have failed, after which this fetch reads no file any
@@ -131,7 +151,9 @@ class Fetch:
         began = perf_counter()
         try:
             return [
-                file.read(own, self._place) if file else {name: (part.rows or {})[name] for name in own}
+                file.read(own, self._place)
+                if file
+                else {name: (part.rows or {})[name] for name in own}
                 for part, file, own in zip(self._parts, self._files, names, strict=True)
             ]
         finally:
@@ -176,7 +198,8 @@ class StoredSessions:
         self.saving = WriteBuffer(writing, write_buffer, self.statistics)
         self.fetches: dict[str, Fetch] = {}
         self._uploads: deque[tuple[str, UploadToHost]] = deque()
-        self._away: dict[str, object] = {}  # sessions on disk, or on their way there: by which write
+        # sessions on disk, or on their way there: by which write
+        self._away: dict[str, object] = {}
         if disk is not None:
             self._restore(disk)
 
@@ -185,7 +208,9 @@ class StoredSessions:
         for key, session, used_s in disk.restored(self.clock()):
             self.blocks[key], self.lineages[key] = list(session.blocks), session.lineage
             self._away[key] = None
-            moves = self.placement.save(key, sum(block.size for block in session.blocks), used_s, fastest=DISK)
+            moves = self.placement.save(
+                key, sum(block.size for block in session.blocks), used_s, fastest=DISK
+            )
             self.carry_out([move for move in moves if move.target is None])
 
     def covered(self, key: str, tokens: Sequence[int], lineage: str) -> list[Block]:
@@ -202,7 +227,10 @@ class StoredSessions:
         no block ends there, or where the session has another `lineage` (a hash of what was dropped
         or recomputed before its rows)."""
         known = self.blocks.get(key, []) if self.lineages.get(key) == lineage else []
-        return next((known[:count] for count in range(len(known) + 1) if length_of(known[:count]) == end), None)
+        return next(
+            (known[:count] for count in range(len(known) + 1) if length_of(known[:count]) == end),
+            None,
+        )
 
     def collect(self) -> None:
         """Take note of what other threads have finished by now: uploads from the device, writes to
@@ -221,7 +249,9 @@ class StoredSessions:
         """Replace rows of the session that have arrived from the device by plain tensors, so that
         their upload can be let go. Raise `NotSaved` where rows did not come."""
         self.blocks[key] = [
-            replace(block, rows=dict(block.rows)) if isinstance(block.rows, ArrivingRows) and block.rows.done else block
+            replace(block, rows=dict(block.rows))
+            if isinstance(block.rows, ArrivingRows) and block.rows.done
+            else block
             for block in self.blocks[key]
         ]
 
@@ -255,7 +285,9 @@ class StoredSessions:
         for _, upload in self._uploads:
             upload.waited(began)
 
-    def carry_out(self, moves: Sequence[Move], *, ahead: bool = False, dropped_for: Loss = Loss.NO_ROOM) -> None:
+    def carry_out(
+        self, moves: Sequence[Move], *, ahead: bool = False, dropped_for: Loss = Loss.NO_ROOM
+    ) -> None:
         """Carry out moves of sessions (stored conversations) between tiers. `ahead`: no turn waits
         yet for what is read from disk, so a thread of its own reads it. `dropped_for`: the reason
         to record for sessions that leave the store."""
@@ -267,7 +299,10 @@ class StoredSessions:
                 self._forget(move.session, dropped_for)
             else:
                 self.statistics.moved[move.source, move.target] += move.size
-                self.attempt(move.session, self._write if move.target == DISK else partial(self._load, ahead=ahead))
+                self.attempt(
+                    move.session,
+                    self._write if move.target == DISK else partial(self._load, ahead=ahead),
+                )
         self.collect()
 
     def fetch(self, key: str, *, ahead: bool = False) -> Fetch:
@@ -310,7 +345,9 @@ class StoredSessions:
         """Forget a session, with a warning, because `error` kept its rows from being read, written
         or copied."""
         self.statistics.lost += 1
-        warn(f"the stored history of session {key.partition('/')[2]!r} is lost and will be computed again: {error}")
+        warn(
+            f"the stored history of session {key.partition('/')[2]!r} is lost and will be computed again: {error}"
+        )
         if key in self.placement.items:
             self.placement.drop(key)
         self._forget(key, loss_by(error))

@@ -20,7 +20,8 @@ from methods.tiers.tier import HOST
 from methods.tiers.transfer import beside_the_model, reached
 
 Parts = Mapping[str, SplitRows]
-MakeStored = Callable[[int, Parts], Parts]  # a layer's rows, as they are stored: the same names, shapes and dtypes
+# a layer's rows, as they are stored: the same names, shapes and dtypes
+MakeStored = Callable[[int, Parts], Parts]
 
 
 def as_given(number: int, rows: Parts) -> Parts:
@@ -74,12 +75,20 @@ class UploadToHost:
         began = perf_counter()
         self._stored, self._place = stored, place
         self._after = reached(place.device)
-        self.spans, self.waits = Spans(), Spans()  # in which rows were on their way, and in which the caller waited
-        parts = {name: x if isinstance(x, SplitRows) else SplitRows(x) for name, x in layers.items()}
+        # in which rows were on their way, and in which the caller waited
+        self.spans, self.waits = Spans(), Spans()
+        parts = {
+            name: x if isinstance(x, SplitRows) else SplitRows(x) for name, x in layers.items()
+        }
         length = length if layers else max(1, len(tokens))
-        cuts = [slice(start, min(start + length, len(tokens))) for start in range(0, len(tokens), length)]
-        self._cuts = [*cuts, *([None] if rest else [])]  # which tokens go into each block; None for the rest
-        self.layers: list[tuple[Future[list[Tensors]], int]] = []  # each with the bytes that wait for it
+        cuts = [
+            slice(start, min(start + length, len(tokens)))
+            for start in range(0, len(tokens), length)
+        ]
+        # which tokens go into each block; None for the rest
+        self._cuts = [*cuts, *([None] if rest else [])]
+        # each with the bytes that wait for it
+        self.layers: list[tuple[Future[list[Tensors]], int]] = []
         coming: dict[int, Future[list[Tensors]]] = {}
         for number, names in sorted(by_layer([*parts, *rest]).items()):
             own = {name: parts[name] for name in names if name in parts}
@@ -93,7 +102,9 @@ class UploadToHost:
             text = () if cut is None else tuple(tokens[cut])
             size = sum(x.nbytes for x in rest.values()) if cut is None else token_bytes * len(text)
             by_number = by_layer(rest if cut is None else parts)
-            rows = ArrivingRows({name: coming[number] for number, own in by_number.items() for name in own}, at)
+            rows = ArrivingRows(
+                {name: coming[number] for number, own in by_number.items() for name in own}, at
+            )
             self.blocks.append(Block(uuid4().hex, text, size, rows))
         self.waited(began)
 
@@ -136,10 +147,16 @@ class UploadToHost:
                 stored = self._stored(number, rows) if rows else {}
                 return [self._copied(stored, rest, cut) for cut in self._cuts]
         except Exception as error:
-            raise NotSaved(f"rows could not be copied from the device ({type(error).__name__}: {error})") from error
+            raise NotSaved(
+                f"rows could not be copied from the device ({type(error).__name__}: {error})"
+            ) from error
         finally:
             self.spans.add(began, perf_counter())
 
     def _copied(self, stored: Parts, rest: Tensors, cut: slice | None) -> Tensors:
-        part = rest if cut is None else {name: x.cut(cut.start, cut.stop).joined() for name, x in stored.items()}
+        part = (
+            rest
+            if cut is None
+            else {name: x.cut(cut.start, cut.stop).joined() for name, x in stored.items()}
+        )
         return {name: copied_into(HOST, x, self._place) for name, x in part.items()}

@@ -22,7 +22,8 @@ from harness.models.devices import wait_for
 from methods.tiers.tier import DEVICE
 
 Prefill = Callable[[KVCache, Sequence[int]], Tensor]  # -> logits of the last token [1 V]
-NewCache = Callable[[int], KVCache]  # tokens of all turns, prompts and answers, at most -> a fresh cache
+# tokens of all turns, prompts and answers, at most -> a fresh cache
+NewCache = Callable[[int], KVCache]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,9 @@ class CachesBetweenTurns:
         """Make room before any time is measured: conversations will come whose keys and values take
         `size` bytes together."""
 
-    def resume(self, session: str, tokens: Sequence[int], capacity: int, whole: int = 0) -> ResumedCache:
+    def resume(
+        self, session: str, tokens: Sequence[int], capacity: int, whole: int = 0
+    ) -> ResumedCache:
         """Return a cache for the next turn of the conversation `session` that holds as many of
         `tokens`, from the first on, as were kept. Its layers may still be on their way: each is
         waited for when it is used, and may prove damaged (`HistoryLost`, which `compute` handles).
@@ -95,7 +98,8 @@ class CachesBetweenTurns:
         began = perf_counter()
         found = self._find(session, tokens, capacity, max(whole, len(tokens)))
         wait_for(found.cache.state.request.device)
-        waited_s = found.loading.overlap.exposed_s if found.loading is not None else 0.0  # `compute` adds all of it
+        # `compute` adds all of it
+        waited_s = found.loading.overlap.exposed_s if found.loading is not None else 0.0
         return replace(found, load_s=perf_counter() - began - waited_s)
 
     def compute(
@@ -132,7 +136,14 @@ class CachesBetweenTurns:
         return Saved(perf_counter() - began, uploads)
 
     def shorten(
-        self, session: str, tokens: Sequence[int], keep: int, capacity: int, *, sinks: int = 0, naive: bool = False
+        self,
+        session: str,
+        tokens: Sequence[int],
+        keep: int,
+        capacity: int,
+        *,
+        sinks: int = 0,
+        naive: bool = False,
     ) -> list[int]:
         """Cut the stored history of a conversation, `tokens`, to `keep` tokens at most: its first
         `sinks` and its last ones (truncation.py). `naive`: keys stay rotated to where they stood.
@@ -191,7 +202,15 @@ class CachesBetweenTurns:
         memory; none here."""
         return ()
 
-    def _cut(self, cache: KVCache, tokens: Sequence[int], keep: int, capacity: int, sinks: int, naive: bool) -> KVCache:
+    def _cut(
+        self,
+        cache: KVCache,
+        tokens: Sequence[int],
+        keep: int,
+        capacity: int,
+        sinks: int,
+        naive: bool,
+    ) -> KVCache:
         """Return a fresh cache of `capacity` tokens with what stays of `cache`, which holds
         `tokens`, when its history is cut to `keep` tokens as in `shorten`."""
         contents, fresh = cache.whole_contents(), self.start(capacity)

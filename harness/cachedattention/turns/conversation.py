@@ -21,7 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.cachedattention.turns.caches import CachesBetweenTurns, Prefill, ResumedCache, Saved, both_ends
+from harness.cachedattention.turns.caches import (
+    CachesBetweenTurns,
+    Prefill,
+    ResumedCache,
+    Saved,
+    both_ends,
+)
 from harness.config.settings import OverflowSettings
 from harness.engine.cache import KVCache
 
@@ -49,7 +55,9 @@ class Overflow:
                 return 0
         return history
 
-    def make_room(self, caches: CachesBetweenTurns, session: str, fed: Sequence[int], new: int) -> list[int]:
+    def make_room(
+        self, caches: CachesBetweenTurns, session: str, fed: Sequence[int], new: int
+    ) -> list[int]:
         """Cut the history of the conversation `session` before a turn of `new` tokens, those of its
         answer included. `fed`: all tokens that the history holds. Return the tokens that stay; of a
         method that evicts, at most as many as it still held."""
@@ -62,7 +70,9 @@ class Overflow:
         if self.settings.by == "truncate_tokens":
             return both_ends(fed, keep, self.settings.sinks)
         naive = self.settings.by == "truncate_rotated"
-        return caches.shorten(session, fed, keep, self.window, sinks=self.settings.sinks, naive=naive)
+        return caches.shorten(
+            session, fed, keep, self.window, sinks=self.settings.sinks, naive=naive
+        )
 
 
 def without_eos(tokens: Sequence[int], stop: str) -> Sequence[int]:
@@ -94,7 +104,8 @@ class Conversation:
         self.text: list[int] = []  # of user and model so far
         self.fed = 0  # tokens of the text that the cache held when the last turn ended
         self.new_tokens = 0  # tokens of this turn's text that its cache did not hold
-        self.facts: dict[str, Any] = {}  # what a record holds of this turn, by key (harness/cachedattention/facts.py)
+        # what a record holds of this turn, by key (harness/cachedattention/facts.py)
+        self.facts: dict[str, Any] = {}
         self.save_ahead_s = 0.0
         self._found: ResumedCache | None = None  # between two turns there is no cache
         self._facts_before: dict[str, Any] = {}  # of the turn before
@@ -128,7 +139,9 @@ class Conversation:
         self.facts = {}
         if self.overflow is not None:
             fed, unread = self.text[: self.fed], self.text[self.fed :]
-            stays = self.overflow.make_room(self.caches, self.session, fed, len(unread) + new_tokens)
+            stays = self.overflow.make_room(
+                self.caches, self.session, fed, len(unread) + new_tokens
+            )
             if self.asked > 1:
                 self.facts["dropped_tokens"] = len(fed) - len(stays)
             self.text = stays + unread
@@ -200,7 +213,9 @@ class Conversation:
         self.new_tokens, self.save_ahead_s = len(self.text) - self.found.reused, 0.0
         if not self.over:
             cache = self.found.cache
-            self.save_ahead_s = self.caches.save_ahead(self.session, self.text[: cache.num_tokens], cache)
+            self.save_ahead_s = self.caches.save_ahead(
+                self.session, self.text[: cache.num_tokens], cache
+            )
             self.facts["save_ahead_s"] = self.save_ahead_s
         if self.turns > 1:
             self.facts |= {"reused_tokens": self.found.reused, "new_tokens": self.new_tokens}

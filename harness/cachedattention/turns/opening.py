@@ -55,7 +55,9 @@ class Histories:
 
     def talk(self, session: str, capacity: int, turns: int, *, by_token: bool) -> Conversation:
         """Begin the conversation `session`."""
-        return Conversation(self.caches, session, capacity, turns, overflow=self.overflow, by_token=by_token)
+        return Conversation(
+            self.caches, session, capacity, turns, overflow=self.overflow, by_token=by_token
+        )
 
     def expect(self, size: int) -> None:
         self.caches.expect(size)
@@ -65,7 +67,9 @@ class Histories:
 
 
 @contextmanager
-def opened(settings: Settings, attachment: Attachment, loaded: LoadedModel, run: str) -> Iterator[Histories]:
+def opened(
+    settings: Settings, attachment: Attachment, loaded: LoadedModel, run: str
+) -> Iterator[Histories]:
     """Yield the object that keeps KV caches between the turns of conversations, as
     `settings.history` asks, and close it on leaving. `run` names the folder of the disk tier inside
     `store.folder`."""
@@ -95,7 +99,9 @@ def opened(settings: Settings, attachment: Attachment, loaded: LoadedModel, run:
         except HistoryError as error:
             raise SettingsError(f"store.folder: {error}.") from error
         with store:
-            yield Histories(StoredCaches(_starting(attachment), attachment, store), _overflow(settings))
+            yield Histories(
+                StoredCaches(_starting(attachment), attachment, store), _overflow(settings)
+            )
 
 
 def in_memory(settings: Settings, attachment: Attachment) -> Histories:

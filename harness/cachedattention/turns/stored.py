@@ -17,11 +17,21 @@ import torch
 from torch import Tensor
 
 from harness.cachedattention.store.block import HistoryLost, Loss
-from harness.cachedattention.store.fingerprint import EXACT, cut_lineage, recomputed_lineage, rotated_lineage
+from harness.cachedattention.store.fingerprint import (
+    EXACT,
+    cut_lineage,
+    recomputed_lineage,
+    rotated_lineage,
+)
 from harness.cachedattention.store.history_load import HistoryLoad, LayerRows, Prepare
 from harness.cachedattention.store.history_store import NOTHING, HistoryStore, has_rows
 from harness.cachedattention.store.upload import MakeStored, UploadToHost, as_given
-from harness.cachedattention.turns.caches import CachesBetweenTurns, NewCache, ResumedCache, both_ends
+from harness.cachedattention.turns.caches import (
+    CachesBetweenTurns,
+    NewCache,
+    ResumedCache,
+    both_ends,
+)
 from harness.cachedattention.turns.truncation import Rotation
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
@@ -41,8 +51,13 @@ class StoredForm:
     def __init__(self, attachment: Attachment) -> None:
         dtype, budget = attachment.model.dtype, attachment.budget
         self.rotations = [Rotation(spec.rope, dtype) for spec in attachment.model_specs]
-        self.by_token = has_rows(attachment.method, attachment.options.codec, budget.generated if budget else None)
-        self.rows_alone = self.by_token and all(spec.window is None for spec in attachment.model_specs)  # no rest
+        self.by_token = has_rows(
+            attachment.method, attachment.options.codec, budget.generated if budget else None
+        )
+        # no rest
+        self.rows_alone = self.by_token and all(
+            spec.window is None for spec in attachment.model_specs
+        )
         # computing a text again, in one prefill, gives what was stored of it; in fewer bits to their rounding alone,
         # and not where sparse reads shape the rows of answers
         whole = self.by_token and not attachment.method.uses_budget
@@ -66,17 +81,23 @@ class StoredForm:
             if self._has_rows(state)
         }
 
-    def unrotated(self, start: int, end: int, rows: Mapping[str, SplitRows], text: int) -> MakeStored:
+    def unrotated(
+        self, start: int, end: int, rows: Mapping[str, SplitRows], text: int
+    ) -> MakeStored:
         """Return a function that turns rows of a layer into those to store: it undoes the rotation
         of the keys, each where it lies. `start`, `end`: the positions of the tokens; `rows`: those
         of all layers, for the devices on which they lie; `text`: the length of the text for which
         they are rotated. Any thread may call the function."""
         places = {part.device for x in rows.values() for part in x.parts}
-        fixed = {place: self._fixed(torch.arange(start, end, device=place), text) for place in places}
+        fixed = {
+            place: self._fixed(torch.arange(start, end, device=place), text) for place in places
+        }
 
         def stored(number: int, rows: Mapping[str, SplitRows]) -> Mapping[str, SplitRows]:
             def off(part: Tensor, before: int) -> Tensor:
-                positions = torch.arange(start + before, start + before + part.shape[-2], device=part.device)
+                positions = torch.arange(
+                    start + before, start + before + part.shape[-2], device=part.device
+                )
                 return fixed[part.device][self._kinds[number]].off(part, positions).to(part.dtype)
 
             keys = f"{number}.{K}"
@@ -102,7 +123,10 @@ class StoredForm:
 
         def prepared(number: int, layer: LayerRows) -> LayerRows:
             rows, rest = ({name.partition(".")[2]: x for name, x in part.items()} for part in layer)
-            state = {name: x if name == SEEN or stays_away(name) else x.to(device) for name, x in rest.items()}
+            state = {
+                name: x if name == SEEN or stays_away(name) else x.to(device)
+                for name, x in rest.items()
+            }
             if rows:
                 keys, values = (rows[kind].to(device) for kind in (K, V))
                 positions = torch.arange(keys.shape[2], device=device)
@@ -168,7 +192,11 @@ class StoredCaches(CachesBetweenTurns):
     stores = True
 
     def __init__(
-        self, start: NewCache, attachment: Attachment, store: HistoryStore, read_buffer: int | None = None
+        self,
+        start: NewCache,
+        attachment: Attachment,
+        store: HistoryStore,
+        read_buffer: int | None = None,
     ) -> None:
         """Keep caches of conversations in `store`. `start`: makes a fresh cache for so many tokens.
         `read_buffer`: how many layers to load before a turn begins, None for as many as the paper's
@@ -176,13 +204,18 @@ class StoredCaches(CachesBetweenTurns):
         super().__init__(start)
         self.store, self.form, self.read_buffer = store, StoredForm(attachment), read_buffer
         self._device, self._stage = attachment.model.device, attachment.stage
-        self._stages: dict[str, int | None] = {}  # by session: how what is stored of it is rotated; None: not stored
+        # by session: how what is stored of it is rotated; None: not stored
+        self._stages: dict[str, int | None] = {}
         self._lineages: dict[str, str] = {}  # by session
-        self._lineage_of: WeakKeyDictionary[KVCache, str] = WeakKeyDictionary()  # of caches that are in use
-        self._sent: WeakKeyDictionary[KVCache, tuple[int, UploadToHost]] = WeakKeyDictionary()  # from which token on
-        self._ahead: dict[str, tuple[list[int], HistoryLoad | None]] = {}  # by session, with the tokens asked for
+        # of caches that are in use
+        self._lineage_of: WeakKeyDictionary[KVCache, str] = WeakKeyDictionary()
+        # from which token on
+        self._sent: WeakKeyDictionary[KVCache, tuple[int, UploadToHost]] = WeakKeyDictionary()
+        # by session, with the tokens asked for
+        self._ahead: dict[str, tuple[list[int], HistoryLoad | None]] = {}
         self._held: dict[str, tuple[int, int]] = {}  # by session: what is to be found of it
-        self._asked: WeakKeyDictionary[KVCache, tuple[str, Sequence[int]]] = WeakKeyDictionary()  # of it, by whom
+        # of it, by whom
+        self._asked: WeakKeyDictionary[KVCache, tuple[str, Sequence[int]]] = WeakKeyDictionary()
 
     def expect(self, size: int) -> None:
         self.store.expect(size)
@@ -232,7 +265,10 @@ class StoredCaches(CachesBetweenTurns):
 
     def ahead(self, session: str, tokens: Sequence[int], whole: int = 0) -> None:
         if session not in self._ahead and self.read_buffer != 0:
-            self._ahead[session] = list(tokens), self._open(session, tokens, max(whole, len(tokens)))
+            self._ahead[session] = (
+                list(tokens),
+                self._open(session, tokens, max(whole, len(tokens))),
+            )
 
     def _open(self, session: str, tokens: Sequence[int], whole: int) -> HistoryLoad | None:
         states = self.form.states(len(tokens), self._device, whole)
@@ -256,7 +292,9 @@ class StoredCaches(CachesBetweenTurns):
     def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[UploadToHost]:
         contents, lineage = cache.contents(), self._lineage_of.pop(cache, EXACT)
         self._lineages[session], self._held[session] = lineage, _known_again(tokens)
-        stage = self._stages[session] = self._stage(len(tokens)) if cache.fits(len(tokens)) else None
+        stage = self._stages[session] = (
+            self._stage(len(tokens)) if cache.fits(len(tokens)) else None
+        )
         if stage is None:
             self._held.pop(session)
             return ()
@@ -264,7 +302,11 @@ class StoredCaches(CachesBetweenTurns):
         known = self.store.known(session, tokens, lineage) if self.form.by_token else 0
         uploads, end = list[UploadToHost](), known
         start, sent = self._sent.pop(cache, (known, None))
-        if sent is not None and start == known and sent.text == list(tokens[known : known + len(sent.text)]):
+        if (
+            sent is not None
+            and start == known
+            and sent.text == list(tokens[known : known + len(sent.text)])
+        ):
             uploads, end = [sent], known + len(sent.text)
         rest = self.form.rest(contents)
         uploads.append(self._upload(contents, tokens, end, len(tokens), rest))
@@ -274,7 +316,12 @@ class StoredCaches(CachesBetweenTurns):
         return uploads
 
     def _upload(
-        self, contents: CacheContents, tokens: Sequence[int], start: int, text: int, rest: Tensors = NOTHING
+        self,
+        contents: CacheContents,
+        tokens: Sequence[int],
+        start: int,
+        text: int,
+        rest: Tensors = NOTHING,
     ) -> UploadToHost:
         """Begin to copy the rows of `tokens` from `start` on, and `rest`, to host memory. `text`:
         the length of the text for which the keys are rotated."""
@@ -284,7 +331,14 @@ class StoredCaches(CachesBetweenTurns):
         return self.store.leave(tokens[start:], rows, rest, stored)
 
     def shorten(
-        self, session: str, tokens: Sequence[int], keep: int, capacity: int, *, sinks: int = 0, naive: bool = False
+        self,
+        session: str,
+        tokens: Sequence[int],
+        keep: int,
+        capacity: int,
+        *,
+        sinks: int = 0,
+        naive: bool = False,
     ) -> list[int]:
         """Cut a history as `CachesBetweenTurns.shorten` does. Where all state is rows of tokens and
         no first tokens are kept, the store drops the oldest rows where they lie, and nothing is
@@ -304,10 +358,20 @@ class StoredCaches(CachesBetweenTurns):
             self._lineages[session] = cut_lineage(before, tokens, len(tokens) - len(kept), sinks)
         return kept
 
-    def _cut(self, cache: KVCache, tokens: Sequence[int], keep: int, capacity: int, sinks: int, naive: bool) -> KVCache:
+    def _cut(
+        self,
+        cache: KVCache,
+        tokens: Sequence[int],
+        keep: int,
+        capacity: int,
+        sinks: int,
+        naive: bool,
+    ) -> KVCache:
         fresh = super()._cut(cache, tokens, keep, capacity, sinks, naive)
         dropped = len(tokens) - fresh.num_tokens
-        self._lineage_of[fresh] = cut_lineage(self._lineage_of.pop(cache, EXACT), tokens, dropped, sinks)
+        self._lineage_of[fresh] = cut_lineage(
+            self._lineage_of.pop(cache, EXACT), tokens, dropped, sinks
+        )
         return fresh
 
     def forget(self, session: str) -> None:

@@ -76,13 +76,18 @@ class Rotation:
         last = positions.new_tensor([max(text - 1, int(positions[-1]) if len(positions) else 0)])
         asked = self.angles(torch.cat([positions, last]))
         cos, sin = (part[:, :-1].to(positions.device) for part in asked)
-        return Rotation(lambda asked: (cos[:, asked - positions[0]], sin[:, asked - positions[0]]), self.dtype)
+        return Rotation(
+            lambda asked: (cos[:, asked - positions[0]], sin[:, asked - positions[0]]), self.dtype
+        )
 
-    def _turned(self, way: Callable[[Tensor, Tensor, Tensor], Tensor], rows: Tensor, positions: Tensor) -> Tensor:
+    def _turned(
+        self, way: Callable[[Tensor, Tensor, Tensor], Tensor], rows: Tensor, positions: Tensor
+    ) -> Tensor:
         if not rows.shape[-2]:
             return rows.float()
         cos, sin = self._at(positions.flatten().clamp(min=0))
-        flat = rows.float().reshape(rows.shape[:-2].numel(), 1, *rows.shape[-2:])  # every head as a sequence of its own
+        # every head as a sequence of its own
+        flat = rows.float().reshape(rows.shape[:-2].numel(), 1, *rows.shape[-2:])
         cos, sin = (part.to(rows.device).unflatten(0, (-1, rows.shape[-2])) for part in (cos, sin))
         turned = way(flat, cos, sin).view(rows.shape)
         return torch.where((positions < 0).unsqueeze(-1).to(rows.device), rows.float(), turned)
@@ -123,7 +128,10 @@ def truncated(
     if length == int(contents[0]["seen"]):
         return [dict(state) for state in contents]
     parts = zip(contents, layers, rotations, strict=True)
-    return [_shorter(state, layer, None if naive else rotation, length, sinks) for state, layer, rotation in parts]
+    return [
+        _shorter(state, layer, None if naive else rotation, length, sinks)
+        for state, layer, rotation in parts
+    ]
 
 
 def _shorter(
@@ -172,20 +180,30 @@ def _sources(state: LayerState) -> list[Tensor]:
     """Return the positions to which a layer's keys are rotated now: one tensor [T] for each KV head
     whose keys are stored apart, or one, [T] or [B heads T], for all heads together."""
     rows, seen = _rows(state), int(state["seen"])
-    stated = [*(x for name, x in state.items() if name.endswith(".rotated")), state.get("positions")]
+    stated = [
+        *(x for name, x in state.items() if name.endswith(".rotated")),
+        state.get("positions"),
+    ]
     places = stated[0]
     if places is None:
         return [torch.arange(seen - rows[0], seen)]
     if len(rows) == 1:
         return [places]
-    return [own[own.shape[0] - count :] for own, count in zip(places.flatten(0, 1), rows, strict=True)]
+    return [
+        own[own.shape[0] - count :] for own, count in zip(places.flatten(0, 1), rows, strict=True)
+    ]
 
 
-def _positions(counts: Sequence[int], heads: Sequence[int], length: int, device: torch.device) -> Tensor:
+def _positions(
+    counts: Sequence[int], heads: Sequence[int], length: int, device: torch.device
+) -> Tensor:
     """Return the new positions where heads keep fewer tokens than `length`: [B heads S], ending
     with length-1, with -1 in front where a head has fewer than the others. `counts`: the rows of
     each head, or one number for all."""
     most = max(counts)
-    rows = [pad(torch.arange(length - count, length, device=device), (most - count, 0), value=-1) for count in counts]
+    rows = [
+        pad(torch.arange(length - count, length, device=device), (most - count, 0), value=-1)
+        for count in counts
+    ]
     together = torch.stack(rows)
     return together.expand(*heads, -1) if len(counts) == 1 else together.unflatten(0, tuple(heads))

@@ -39,7 +39,8 @@ class Attending(NamedTuple):
 
     alone: list[KVLayer]
     together: list[tuple[Layer, Layer]]  # its own layer, and the shared one
-    first: dict[int, int]  # id of a shared layer -> the row in it with which this member's sequences begin
+    # id of a shared layer -> the row in it with which this member's sequences begin
+    first: dict[int, int]
     lags: bool  # all layers of the method are shared
 
 
@@ -51,7 +52,9 @@ class SlotsCache(KVCache):
     Where a layer's policies allow it, all members attend in one launch per operation. Where they
     attend one by one, `alone` says why."""
 
-    def __init__(self, members: Sequence[KVCache], alone: str | None = None, *, sized: bool = False) -> None:
+    def __init__(
+        self, members: Sequence[KVCache], alone: str | None = None, *, sized: bool = False
+    ) -> None:
         """`alone`: a reason for which all members attend one by one. `sized`: where all attend
         together, take steps of a size that other sequences may use (`KVCache.step_inputs`), with
         slots for a power of two of sequences; the slots after the members' are free."""
@@ -67,7 +70,10 @@ class SlotsCache(KVCache):
             [alone or (CHECKED if is_checked else alone_because(layer)) for layer in member.layers]
             for member, is_checked in zip(members, checked, strict=True)
         ]
-        self.alone = next((reason for by_member in zip(*reasons, strict=True) for reason in by_member if reason), None)
+        self.alone = next(
+            (reason for by_member in zip(*reasons, strict=True) for reason in by_member if reason),
+            None,
+        )
         self._forms = [_forms(*pair) for pair in zip(members, reasons, strict=True)]
         self.step_inputs = StepInputs() if sized and self.alone is None else None
         self._free = self._slots()
@@ -77,13 +83,17 @@ class SlotsCache(KVCache):
         self._joint_state = replace(
             self.state, request=request, traffic=Traffic(), counters=self._counters, checks=Checks()
         )
-        self._traffic: dict[tuple[int, ...], Traffic] = {}  # numbers of members that step together -> their traffic
-        begins = [member.num_tokens for member in members for _ in range(member.state.request.batch)]
+        # numbers of members that step together -> their traffic
+        self._traffic: dict[tuple[int, ...], Traffic] = {}
+        begins = [
+            member.num_tokens for member in members for _ in range(member.state.request.batch)
+        ]
         self._begins = per_sequence(begins, None if self.step_inputs is None else self.free)
         self._groups = self._grouped(reasons)
         self._attending = [self._places(number) for number in range(len(members))]
         self._upto = [0] * len(members)  # steps that each member knows of
-        self._fits = min(member.capacity - member.num_tokens for member in members)  # steps until one is full
+        # steps until one is full
+        self._fits = min(member.capacity - member.num_tokens for member in members)
         self._record_inputs()
 
     @property
@@ -100,11 +110,17 @@ class SlotsCache(KVCache):
 
     def positions(self, count: int, device: torch.device) -> Tensor:
         """Return the positions [B count] of the next `count` tokens, each row's own."""
-        first = self._counters.first(self._begins, device).view(-1, 1).expand(sum(self._sizes) + self.free, 1)
+        first = (
+            self._counters.first(self._begins, device)
+            .view(-1, 1)
+            .expand(sum(self._sizes) + self.free, 1)
+        )
         return first if count == 1 else first + torch.arange(count, device=device)
 
     def note_text(self, ids: Tensor, *, prompt: bool = False) -> None:
-        for number, (member, own) in enumerate(zip(self._members, ids.split(self._sizes), strict=True)):
+        for number, (member, own) in enumerate(
+            zip(self._members, ids.split(self._sizes), strict=True)
+        ):
             if member.fed.known == member.num_tokens + self._unheard(number):
                 member.fed.parts.append(own)
 
@@ -113,7 +129,8 @@ class SlotsCache(KVCache):
         return [
             length
             for number, (member, rows) in enumerate(zip(self._members, self._sizes, strict=True))
-            for length in [member.note_length(member.num_tokens + self._unheard(number) + arriving)] * rows
+            for length in [member.note_length(member.num_tokens + self._unheard(number) + arriving)]
+            * rows
         ]
 
     def _unheard(self, number: int) -> int:
@@ -124,7 +141,9 @@ class SlotsCache(KVCache):
     def begin(self, ids: Tensor | None = None) -> None:
         if self._counters.steps >= self._fits:
             self._refuse_full()
-        for member, rows, attending in zip(self._members, self._sizes, self._attending, strict=True):
+        for member, rows, attending in zip(
+            self._members, self._sizes, self._attending, strict=True
+        ):
             if attending.alone:
                 member.begin()
                 member.expect(rows, 1)
@@ -184,7 +203,9 @@ class SlotsCache(KVCache):
         """Bring member number `member`, one of the caches that step together, up to date: count the
         steps that were counted for all at once, and give it what the last of them chose for it.
         Return how many steps were missing."""
-        steps, cache, attending = self.behind(member), self._members[member], self._attending[member]
+        steps = self.behind(member)
+        cache = self._members[member]
+        attending = self._attending[member]
         self._upto[member] += steps
         if steps and not attending.alone:
             cache.num_tokens += steps
@@ -194,7 +215,9 @@ class SlotsCache(KVCache):
         if steps and attending.together:
             joint = attending.together[0][1]
             first = attending.first[id(joint)]
-            joint.cache.traffic.hand_over(slice(first, first + self._sizes[member]), cache.state.traffic)
+            joint.cache.traffic.hand_over(
+                slice(first, first + self._sizes[member]), cache.state.traffic
+            )
         return steps
 
     def count_replayed(self, steps: int) -> None:
@@ -229,7 +252,13 @@ class SlotsCache(KVCache):
     def policies(self) -> list[Policy]:
         """Return the policies of all layers that members share. A policy is a method's rule for
         what a layer keeps and reads, with what it remembers."""
-        return [policy for groups in self._groups for group in groups if group.joint for policy in group.layer.policies]
+        return [
+            policy
+            for groups in self._groups
+            for group in groups
+            if group.joint
+            for policy in group.layer.policies
+        ]
 
     def results(self) -> list[dict[str, Any]]:
         """Return a copy of the attributes of each policy in `policies`. A step stores the tokens
@@ -241,7 +270,10 @@ class SlotsCache(KVCache):
         """Return, by name, the tensors that hold a state of all sequences together and that a step
         reads and changes: one mapping for each policy in `policies`, then one for each count of
         moved bytes."""
-        return [*(policy.joined() for policy in self.policies), *(moved.tallies for moved in self._traffic.values())]
+        return [
+            *(policy.joined() for policy in self.policies),
+            *(moved.tallies for moved in self._traffic.values()),
+        ]
 
     def take_joined(self, joined: Sequence[Mapping[str, Tensor]]) -> None:
         """Use the tensors `joined` in the place of those that the method `joined` returns. They
@@ -294,28 +326,45 @@ class SlotsCache(KVCache):
         another has chosen."""
         shared: dict[Hashable, Any] = {}
         groups, linked = [], []
-        by_layer = (zip(*by_member, strict=True) for by_member in ([m.layers for m in self._members], reasons))
+        by_layer = (
+            zip(*by_member, strict=True)
+            for by_member in ([m.layers for m in self._members], reasons)
+        )
         for layers, layer_reasons in zip(*by_layer, strict=True):
             alike: dict[Hashable, list[int]] = {}
             for number, reason in enumerate(layer_reasons):
                 alike.setdefault(number if reason else self._forms[number], []).append(number)
             groups.append([self._group(layers, numbers, shared) for numbers in alike.values()])
             joint = [group for group in groups[-1] if group.joint]
-            linked += [(group.layer, [cast(Layer, layers[number]) for number in group.members]) for group in joint]
+            linked += [
+                (group.layer, [cast(Layer, layers[number]) for number in group.members])
+                for group in joint
+            ]
         link(linked)
         return groups
 
-    def _group(self, layers: Sequence[KVLayer], members: Sequence[int], shared: dict[Hashable, Any]) -> StepGroup:
-        spans = [range(sum(self._sizes[:number]), sum(self._sizes[: number + 1])) for number in members]
+    def _group(
+        self, layers: Sequence[KVLayer], members: Sequence[int], shared: dict[Hashable, Any]
+    ) -> StepGroup:
+        spans = [
+            range(sum(self._sizes[:number]), sum(self._sizes[: number + 1])) for number in members
+        ]
         if len(members) == 1 and self.step_inputs is None:
-            return StepGroup(layers[members[0]], tuple(members), slice(spans[0].start, spans[0].stop), joint=False)
+            return StepGroup(
+                layers[members[0]],
+                tuple(members),
+                slice(spans[0].start, spans[0].stop),
+                joint=False,
+            )
         free = self._free_rows(self._forms[members[0]])
         rows = [*(row for span in spans for row in span), *free]
         request, whose = replace(self._joint_state.request, batch=len(rows)), tuple(members)
         traffic = self._traffic.setdefault(whose, Traffic.batched(len(rows), request.device))
         state = replace(self._joint_state, request=request, traffic=traffic)
         dead = None if self.step_inputs is None else len(free)
-        joint = together(Slots([cast(Layer, layers[number]) for number in members], dead, shared), state)
+        joint = together(
+            Slots([cast(Layer, layers[number]) for number in members], dead, shared), state
+        )
         if (same := ("rows", *rows)) not in shared:
             shared[same] = to_device(rows, self.state.request.device)
         return StepGroup(joint, tuple(members), shared[same], joint=True)
@@ -342,7 +391,9 @@ class SlotsCache(KVCache):
                 alone.append(layer)
                 continue
             joint.append((cast(Layer, layer), group.layer))
-            first[id(group.layer)] = sum(self._sizes[other] for other in group.members if other < number)
+            first[id(group.layer)] = sum(
+                self._sizes[other] for other in group.members if other < number
+            )
         lags = not {id(layer) for layer in alone} & {id(layer) for layer in member.method_layers}
         return Attending(alone, joint, first, lags)
 
@@ -352,11 +403,14 @@ def _forms(member: KVCache, reasons: Sequence[str | None]) -> Hashable:
     members (`form` in methods/layers/batched.py), None where it must attend alone. `reasons`: per
     layer why it must, or None. Members whose results are equal step together."""
     return tuple(
-        None if reason else form(cast(Layer, layer)) for layer, reason in zip(member.layers, reasons, strict=True)
+        None if reason else form(cast(Layer, layer))
+        for layer, reason in zip(member.layers, reasons, strict=True)
     )
 
 
 def _rows_of(x: AttnInput, rows: Tensor | slice) -> AttnInput:
     """Return the attention input of some of the sequences, those at `rows` of the batch. Each row
     has its own positions, so all parts of x are [B ...]."""
-    return AttnInput(x.q[rows], x.k[rows], x.v[rows], x.cos[rows], x.sin[rows], x.hidden[rows], x.start)
+    return AttnInput(
+        x.q[rows], x.k[rows], x.v[rows], x.cos[rows], x.sin[rows], x.hidden[rows], x.start
+    )

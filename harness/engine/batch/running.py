@@ -38,8 +38,10 @@ class RunningBatch:
         self._rows: list[int] = []  # rows of each of them
         self._cache: KVCache | None = None
         self._captured: CapturedStep | None = None
-        self._next: Tensor | None = None  # [B 1], tokens on the device that `_together` feed next, if all picked one
-        self._ahead: Tensor | None = None  # logits of the step that runs already while the host reads a token
+        # [B 1], tokens on the device that `_together` feed next, if all picked one
+        self._next: Tensor | None = None
+        # logits of the step that runs already while the host reads a token
+        self._ahead: Tensor | None = None
 
     @torch.inference_mode()
     def join(
@@ -97,7 +99,9 @@ class RunningBatch:
         engine.unclocked = out.unclocked or engine.unclocked
         if watch is not None:
             exact = engine.attachment.method.dense_prefill  # else Full's prompt is not the method's
-            out.fidelity = [watch.report(engine.model, i, tokens, exact) for i, tokens in enumerate(out.tokens)]
+            out.fidelity = [
+                watch.report(engine.model, i, tokens, exact) for i, tokens in enumerate(out.tokens)
+            ]
         if engine.tracer is not None:
             out.trace = engine.tracer.medians(slot.parts)
             out.measured["read_bytes_per_step"] = fmean(slot.read) if slot.read else None
@@ -133,9 +137,16 @@ class RunningBatch:
             self._note_reads(number, slot)
         picking = [slot for slot in running if not slot.asking]
         picked = self._picked(running, logits)
-        self._next = picked[0].unsqueeze(1) if picked is not None and len(picking) == len(running) else None
+        self._next = (
+            picked[0].unsqueeze(1) if picked is not None and len(picking) == len(running) else None
+        )
         read = read_later(picked) if picked is not None else lambda: [[], []]
-        if ahead and self._captured is not None and self._next is not None and all(slot.goes_on for slot in running):
+        if (
+            ahead
+            and self._captured is not None
+            and self._next is not None
+            and all(slot.goes_on for slot in running)
+        ):
             self._ahead = self._decoded(self._next)
         ids, finite = map(deque, read())
         for slot in picking:
@@ -160,7 +171,9 @@ class RunningBatch:
         except BaseException:
             self._part()  # each cache stays as it was before the step
             raise
-        for slot, token, own in zip(self._together, fed.split(self._rows), logits.split(self._rows), strict=True):
+        for slot, token, own in zip(
+            self._together, fed.split(self._rows), logits.split(self._rows), strict=True
+        ):
             slot.cache.note_step(token, own)
         return logits
 
@@ -213,7 +226,9 @@ class RunningBatch:
         if isinstance(self._cache, SlotsCache):
             slot.note_reads(self._cache.catch_up(number))
 
-    def _note(self, running: list[RunningSequence], seconds: float, capture_s: float | None) -> None:
+    def _note(
+        self, running: list[RunningSequence], seconds: float, capture_s: float | None
+    ) -> None:
         tracer = self.engine.tracer
         for slot in running:
             slot.bill(seconds - (capture_s or 0.0), capture_s, len(running))
@@ -238,5 +253,6 @@ class RunningBatch:
             self.engine.close(self._captured)
         for number, slot in enumerate(self._together):
             self._catch_up(number, slot)
-        self._together, self._cache, self._captured = [], None, None  # so that nothing outlives its sequence
+        # so that nothing outlives its sequence
+        self._together, self._cache, self._captured = [], None, None
         self._next = self._ahead = None

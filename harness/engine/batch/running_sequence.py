@@ -76,25 +76,34 @@ class Generation:
 
     tokens: list[list[int]]  # per sequence, including the token that stopped it
     stops: list[str]  # per sequence, why it ended
-    token_s: list[float] = field(default_factory=list)  # when step i's tokens were on the host (`RunningBatch`)
+    # when step i's tokens were on the host (`RunningBatch`)
+    token_s: list[float] = field(default_factory=list)
     seal_s: float | None = None
     question_s: float | None = None
-    share_s: float = 0.0  # machine seconds: its prefill and seal, and an equal part of each step it was in
+    # machine seconds: its prefill and seal, and an equal part of each step it was in
+    share_s: float = 0.0
     decode_share_s: float = 0.0  # machine seconds after the second token
     sealed: bool = False
     fallback: str | None = None
-    measured: dict[str, float | None] = field(default_factory=dict)  # means over steps (harness/results/measures.py)
+    # means over steps (harness/results/measures.py)
+    measured: dict[str, float | None] = field(default_factory=dict)
     kv: dict[str, int] = field(default_factory=dict)  # bytes held per tier
-    along: dict[str, list[float]] | None = None  # costs along the answer (harness/engine/batch/along.py), if it is long
+    # costs along the answer (harness/engine/batch/along.py), if it is long
+    along: dict[str, list[float]] | None = None
     fidelity: list[dict[str, Any] | None] | None = None  # per sequence
-    nll: list[float] | None = None  # per sequence, where the tokens were given (harness/prompts/teacher.py)
-    likeliest: list[bool] | None = None  # per sequence, whether the model would have chosen every given token
+    # per sequence, where the tokens were given (harness/prompts/teacher.py)
+    nll: list[float] | None = None
+    # per sequence, whether the model would have chosen every given token
+    likeliest: list[bool] | None = None
     trace: dict[str, Any] | None = None  # medians over its clocked steps (harness/engine/trace.py)
     not_finite: int | None = None  # index of the first token whose logits held NaN or infinity
     unclocked: str | None = None  # why the time its steps waited for moving rows is unknown
-    recomputed: int = 0  # how often its text was computed again because it outgrew the model's rotation
-    capture_s: float | None = None  # time to capture its first decode step, part of the second token's time
-    compile_s: float | None = None  # in which Triton made kernels ready from its prefill on, part of the other times
+    # how often its text was computed again because it outgrew the model's rotation
+    recomputed: int = 0
+    # time to capture its first decode step, part of the second token's time
+    capture_s: float | None = None
+    # in which Triton made kernels ready from its prefill on, part of the other times
+    compile_s: float | None = None
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -149,18 +158,24 @@ class RunningSequence:
         self.max_new_tokens = ending.max_new_tokens
         self.clock, self._began = SlotClock(began), began
         self.out = Generation(tokens=[[] for _ in stops], stops=[""] * len(stops))
-        self.parts: list[dict[str, float]] = []  # seconds of each part, per clocked step (harness/engine/trace.py)
+        # seconds of each part, per clocked step (harness/engine/trace.py)
+        self.parts: list[dict[str, float]] = []
         self.read: list[float] = []  # bytes that each traced step read, where all layers know them
         self._device = cache.state.request.device
-        self._question = deque(question.split(1, dim=1)) if question.shape[1] else deque[Tensor]()  # [B 1] each
+        # [B 1] each
+        self._question = deque(question.split(1, dim=1)) if question.shape[1] else deque[Tensor]()
         self._last: Sequence[int] = ()  # the token of each sequence that was picked last
         self._asked: float | None = None  # the clock's time when the question began
         self._steps = 0
-        self._varying: float | Tensor = 0.0  # [layers B], of layers that read as many prompt tokens as they need
-        self._prompt_reads = 0.0  # prompt tokens read in all steps, summed over layers whose count is in Python
+        # [layers B], of layers that read as many prompt tokens as they need
+        self._varying: float | Tensor = 0.0
+        # prompt tokens read in all steps, summed over layers whose count is in Python
+        self._prompt_reads = 0.0
         self._device_reads: list[Tensor] = []  # [layers B] each, counts that are on the device
-        self._other_reads: float | Tensor = 0.0  # generated tokens read, mean over layers, summed over steps
-        self._excess: list[Tensor | float] = []  # tokens that the union over heads adds, every UNION_EVERY steps
+        # generated tokens read, mean over layers, summed over steps
+        self._other_reads: float | Tensor = 0.0
+        # tokens that the union over heads adds, every UNION_EVERY steps
+        self._excess: list[Tensor | float] = []
         self._unites = True  # heads of a group may read different tokens
         self._finite: list[bool] = []  # per token, whether its logits are
         self._marks: list[Mark] = []  # the ends of the answer's stretches
@@ -230,7 +245,10 @@ class RunningSequence:
     def goes_on(self) -> bool:
         """Return whether this answer certainly goes on after its next token, whatever that is."""
         least = min(self.max_new_tokens - 1, *map(safe_tokens, self.stops))
-        return all(stop or len(tokens) < least for stop, tokens in zip(self.out.stops, self.out.tokens, strict=True))
+        return all(
+            stop or len(tokens) < least
+            for stop, tokens in zip(self.out.stops, self.out.tokens, strict=True)
+        )
 
     def take(self, logits: Tensor) -> None:
         """Pick the next token of the answer from the `logits` [B V] of the tokens that were fed
@@ -251,7 +269,9 @@ class RunningSequence:
         if type(self.sampler) is Greedy:
             picked: Tensor = ops.likeliest_tokens(logits) if likeliest is None else likeliest
             return picked
-        finite = logits.sum(-1, dtype=torch.float32).isfinite() if likeliest is None else likeliest[1]
+        finite = (
+            logits.sum(-1, dtype=torch.float32).isfinite() if likeliest is None else likeliest[1]
+        )
         return torch.stack([self.sampler.pick(logits), finite])
 
     def note(self, ids: Sequence[int], finite: Sequence[int]) -> None:
@@ -296,15 +316,19 @@ class RunningSequence:
         if steps:
             layers = len(self.cache.method_layers)
             unread = torch.cat(self._device_reads).double().mean(1) if self._device_reads else None
-            attended = (self._prompt_reads + (0.0 if unread is None else unread.sum().item())) / (steps * layers)
-            excess = sum(map(float, self._excess)) / (len(self._excess) * layers)  # of the union over heads
+            attended = (self._prompt_reads + (0.0 if unread is None else unread.sum().item())) / (
+                steps * layers
+            )
+            # of the union over heads
+            excess = sum(map(float, self._excess)) / (len(self._excess) * layers)
             out.measured |= {
                 "attended_prompt": attended,
                 "union_prompt": attended + excess,
                 "attended_total": attended + float(self._other_reads) / steps,
                 **self._quantiles(steps),
                 "moved_bytes_per_step": (traffic.total_bytes - before.total_bytes) / steps,
-                "from_disk_bytes_per_step": (traffic.from_disk_bytes - before.from_disk_bytes) / steps,
+                "from_disk_bytes_per_step": (traffic.from_disk_bytes - before.from_disk_bytes)
+                / steps,
             }
             if self.crosses_bus and self.cache.state.request.placement != DISK:
                 out.unclocked = UNCLOCKED if out.measured["moved_bytes_per_step"] else None
@@ -316,7 +340,9 @@ class RunningSequence:
             if self._marks:
                 last = [self._mark()] if self._marks[-1].steps < steps else []
                 begin = Mark(moved_bytes=before.total_bytes)
-                out.along = along([begin, *self._marks, *last], unread, layers, sum(out.kv.values()))
+                out.along = along(
+                    [begin, *self._marks, *last], unread, layers, sum(out.kv.values())
+                )
         if looked_up := traffic.looked_up - before.looked_up:
             out.measured["hit_rate"] = (traffic.found - before.found) / looked_up
         if samples := traffic.samples - before.samples:
@@ -338,18 +364,30 @@ class RunningSequence:
             return
         layers = self.cache.method_layers
         if self.counts_union(steps):
-            added = [excess.to(self._device).mean() for layer in layers if (excess := layer.union_excess()) is not None]
+            added = [
+                excess.to(self._device).mean()
+                for layer in layers
+                if (excess := layer.union_excess()) is not None
+            ]
             self._excess.append(sum(added))
             self._unites = bool(added)
         self._steps += steps
         prompt, generated = zip(*(layer.readings(steps) for layer in layers), strict=True)
         self._prompt_reads += sum(count for count in prompt if not isinstance(count, Tensor))
         if unread := [count for count in prompt if isinstance(count, Tensor)]:
-            self._device_reads.append(torch.stack([count.to(self._device) for count in unread]))  # a copy
-        needed = [count.to(self._device) for layer, count in zip(layers, prompt, strict=True) if counts_choices(layer)]
+            # a copy
+            self._device_reads.append(torch.stack([count.to(self._device) for count in unread]))
+        needed = [
+            count.to(self._device)
+            for layer, count in zip(layers, prompt, strict=True)
+            if counts_choices(layer)
+        ]
         if needed:
             self._varying = self._varying + torch.stack(needed)
-        others = [count.to(self._device).mean() if isinstance(count, Tensor) else count for count in generated]
+        others = [
+            count.to(self._device).mean() if isinstance(count, Tensor) else count
+            for count in generated
+        ]
         self._other_reads += sum(others) / len(others)
         if ends_stretch(self._steps, len(self._marks)):
             self._marks.append(self._mark())
@@ -362,7 +400,8 @@ class RunningSequence:
             self._steps,
             self._prompt_reads,
             waiting,
-            generated.clone() if isinstance(generated, Tensor) else generated,  # which later steps add to
+            # which later steps add to
+            generated.clone() if isinstance(generated, Tensor) else generated,
             traffic.total_bytes,
             None if on_device is None else on_device.clone(),
             unused_bytes(self.cache.layers),

@@ -17,7 +17,8 @@ from harness.reports.pictures.frontier import FULL_STYLE, is_full, style
 from harness.results.records import Reply
 
 Stretch = tuple[int, int, int]  # its number, the steps before it, and those up to its end
-Lines = dict[str, dict[float, float]]  # by row: its cost in each stretch, by the steps up to the stretch's end
+# by row: its cost in each stretch, by the steps up to the stretch's end
+Lines = dict[str, dict[float, float]]
 
 
 class Panel(NamedTuple):
@@ -35,7 +36,11 @@ def _seconds_per_token(reply: Reply, stretch: Stretch) -> float | None:
     _, before, end = stretch
     asked = 0 if reply.context_tokens is None else reply.prompt_tokens - reply.context_tokens
     first, last = max(before - asked, 1), end - asked
-    return (reply.token_s[last] - reply.token_s[first]) / (last - first) if first < last < len(reply.token_s) else None
+    return (
+        (reply.token_s[last] - reply.token_s[first]) / (last - first)
+        if first < last < len(reply.token_s)
+        else None
+    )
 
 
 def _share(reply: Reply, stretch: Stretch) -> float | None:
@@ -49,10 +54,23 @@ def _of(reply: Reply, key: str, number: int) -> float:
 
 
 PANELS = (
-    Panel("time per token (ms), median", lambda reply, s: _scaled(1000, _seconds_per_token(reply, s)), median, True),
-    Panel("tokens read per step, of all so far (%)", lambda reply, s: _scaled(100, _share(reply, s))),
-    Panel("keys, values and indices in use (MiB)", lambda reply, s: _of(reply, "used_bytes", s[0]) / 2**20),
-    Panel("bytes moved between tiers per step (MiB)", lambda reply, s: _of(reply, "moved_bytes", s[0]) / 2**20),
+    Panel(
+        "time per token (ms), median",
+        lambda reply, s: _scaled(1000, _seconds_per_token(reply, s)),
+        median,
+        True,
+    ),
+    Panel(
+        "tokens read per step, of all so far (%)", lambda reply, s: _scaled(100, _share(reply, s))
+    ),
+    Panel(
+        "keys, values and indices in use (MiB)",
+        lambda reply, s: _of(reply, "used_bytes", s[0]) / 2**20,
+    ),
+    Panel(
+        "bytes moved between tiers per step (MiB)",
+        lambda reply, s: _of(reply, "moved_bytes", s[0]) / 2**20,
+    ),
 )
 
 
@@ -67,7 +85,9 @@ def has_along(table: Comparison) -> bool:
 
 def along(table: Comparison) -> Figure:
     """Draw a panel for each cost, with a line per row over the stretches of its answers."""
-    drawn = [(panel, lines) for panel in PANELS if _says_something(lines := _lines(panel, table.entries))]
+    drawn = [
+        (panel, lines) for panel in PANELS if _says_something(lines := _lines(panel, table.entries))
+    ]
     figure, panels = figures.side_by_side(len(drawn))
     others = [entry.title for entry in table.entries if not is_full(entry)]
     for axes, (panel, lines) in zip(panels, drawn, strict=True):
@@ -81,8 +101,17 @@ def along(table: Comparison) -> Figure:
         axes.set_ylim(bottom=0)
         axes.set_title(panel.name)
         figures.framed(axes)
-    figure.legend(*panels[-1].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8.5)
-    figures.title(figure, table.title, "along the answers; a point stands for the tokens since the one before it")
+    figure.legend(
+        *panels[-1].get_legend_handles_labels(),
+        loc="outside right upper",
+        frameon=False,
+        fontsize=8.5,
+    )
+    figures.title(
+        figure,
+        table.title,
+        "along the answers; a point stands for the tokens since the one before it",
+    )
     return figure
 
 
@@ -104,7 +133,9 @@ def _lines(panel: Panel, entries: Sequence[ReportRow]) -> Lines:
                     costs[number].append(cost)
                     reached[number].append(end)
         if costs:
-            lines[entry.title] = {fmean(reached[n]): panel.typical(values) for n, values in sorted(costs.items())}
+            lines[entry.title] = {
+                fmean(reached[n]): panel.typical(values) for n, values in sorted(costs.items())
+            }
     return lines
 
 

@@ -16,7 +16,14 @@ from harness.reports.compare import Comparison, ReportRow
 from harness.reports.pictures import figures
 from harness.reports.pictures.along import along, has_along
 from harness.reports.pictures.frontier import frontier, has_frontier
-from harness.reports.pictures.heatmap import NeedleScore, are_flat, grid, heatmap, heatmap_by_run, needles_by_task
+from harness.reports.pictures.heatmap import (
+    NeedleScore,
+    are_flat,
+    grid,
+    heatmap,
+    heatmap_by_run,
+    needles_by_task,
+)
 
 LONGEST = 120  # characters of a table's or run's part in the name of a picture
 FAINT = "#9a9ca3"
@@ -28,7 +35,9 @@ def draw(tables: Sequence[Comparison], folder: Path) -> Iterator[Path]:
     folder.mkdir(exist_ok=True)
     for number, table in enumerate(tables, 1):
         for subject, kind, figure in pictures(table):
-            yield from figures.save(figure, folder / f"{slug(f'{number}-{subject}')[:LONGEST]}-{slug(kind)}.png")
+            yield from figures.save(
+                figure, folder / f"{slug(f'{number}-{subject}')[:LONGEST]}-{slug(kind)}.png"
+            )
 
 
 def slug(text: str) -> str:
@@ -59,7 +68,11 @@ def pictures(table: Comparison) -> Iterator[tuple[str, str, Figure]]:
             yield table.title, f"{task}-heatmap", heatmap_by_run(grids, f"{task}: {first.title}")
         else:
             for place, (run, needles) in enumerate(by_run.items(), 1):
-                yield f"{place}-{run}", f"{task}-heatmap", heatmap(needles, f"{run}, {task}: {first.title}")
+                yield (
+                    f"{place}-{run}",
+                    f"{task}-heatmap",
+                    heatmap(needles, f"{run}, {task}: {first.title}"),
+                )
 
 
 def named(entry: ReportRow) -> str:
@@ -84,20 +97,28 @@ def differences(table: Comparison) -> Figure:
     for place, (difference, ends, p, _) in enumerate(rows):
         colour, face = (FAINT, "white") if p >= ALPHA else (figures.INK, figures.INK)
         axes.plot(ends, [place, place], color=colour, linewidth=1.3, zorder=2)
-        axes.plot(difference, place, "o", markersize=5, color=colour, markerfacecolor=face, zorder=3)
+        axes.plot(
+            difference, place, "o", markersize=5, color=colour, markerfacecolor=face, zorder=3
+        )
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(-0.7, len(names) - 0.3)
     axes.set_xlabel("log-likelihood, nats per token" if table.of_perplexity else "points")
     factor, places = (1, 2) if table.of_perplexity else (100, 0)
     axes.xaxis.set_major_formatter(
-        FuncFormatter(lambda x, _: f"{factor * x:+.{places}f}".replace("-", "−") if round(factor * x, places) else "0")
+        FuncFormatter(
+            lambda x, _: (
+                f"{factor * x:+.{places}f}".replace("-", "−") if round(factor * x, places) else "0"
+            )
+        )
     )
     axes.grid(axis="x", color=figures.GRID, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[:].set_visible(False)
     figures.plain(axes)
     legend = "with its 95 % interval; * holds after Holm's correction; hollow: p ≥ 0.05"
-    figures.title(figure, table.title, *figures.wrapped(figure, f"difference to Full{best}, {legend}"))
+    figures.title(
+        figure, table.title, *figures.wrapped(figure, f"difference to Full{best}, {legend}")
+    )
     return figure
 
 

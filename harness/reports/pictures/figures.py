@@ -54,8 +54,15 @@ def png(figure: Figure) -> bytes:
     """Return a figure as PNG bytes in 256 colours, which keeps a page with many pictures small.
     Text outside the axes is not cut off."""
     drawn, reduced = BytesIO(), BytesIO()
-    figure.savefig(drawn, dpi=min(DPI, WIDEST / figure.get_size_inches()[0]), bbox_inches="tight", pad_inches=0.1)
-    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(reduced, "PNG", optimize=True)
+    figure.savefig(
+        drawn,
+        dpi=min(DPI, WIDEST / figure.get_size_inches()[0]),
+        bbox_inches="tight",
+        pad_inches=0.1,
+    )
+    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(
+        reduced, "PNG", optimize=True
+    )
     return reduced.getvalue()
 
 
@@ -65,9 +72,16 @@ def save(figure: Figure, path: Path) -> tuple[Path, Path]:
     with replacing(path) as file:  # not through a link that a folder of somebody else's has there
         file.write(png(figure))
     with rc_context({"pdf.fonttype": 42}):  # TrueType: publishers refuse matplotlib's Type 3
-        figure.savefig(printed, format="pdf", bbox_inches="tight", pad_inches=0.1, metadata={"CreationDate": None})
+        figure.savefig(
+            printed,
+            format="pdf",
+            bbox_inches="tight",
+            pad_inches=0.1,
+            metadata={"CreationDate": None},
+        )
     with replacing(vector) as file:
-        file.write(printed.getvalue())  # in memory first: matplotlib makes another error of a full disk
+        # in memory first: matplotlib makes another error of a full disk
+        file.write(printed.getvalue())
     return path, vector
 
 

@@ -35,9 +35,15 @@ CROWDED = 6  # from so many lines on, intervals cover more than they say
 FRONT: dict[str, Any] = {"color": figures.SOFT, "linewidth": 0.9, "linestyle": ":"}
 NAME_WIDTH = 30  # characters of a line in the legend
 DASHED = (0, (4, 3))
-FULL_STYLE: dict[str, Any] = {"color": figures.INK, "marker": "*", "linewidth": 0.8, "linestyle": DASHED}
+FULL_STYLE: dict[str, Any] = {
+    "color": figures.INK,
+    "marker": "*",
+    "linewidth": 0.8,
+    "linestyle": DASHED,
+}
 
-Points = dict[str, list[tuple[float, ReportRow]]]  # by label: costs, the least first, with their rows
+# by label: costs, the least first, with their rows
+Points = dict[str, list[tuple[float, ReportRow]]]
 
 
 class Panel(NamedTuple):
@@ -55,7 +61,9 @@ class Panel(NamedTuple):
         for entry in entries:
             if entry.summary["score"]["mean"] is not None and (cost := self.cost(entry.summary)):
                 lines[entry.label].append((self.scale * cost, entry))
-        return {label: sorted(points, key=lambda point: point[0]) for label, points in lines.items()}
+        return {
+            label: sorted(points, key=lambda point: point[0]) for label, points in lines.items()
+        }
 
     def shows(self, entries: Sequence[ReportRow]) -> bool:
         """Return True if a method other than Full has this cost and a score, and Full as well if
@@ -77,8 +85,14 @@ PANELS = (
         lambda row: total([row["memory"].get(bytes_key(tier)) for tier in TIERS]),
         2**-20,
     ),
-    Panel("bytes moved between tiers per step, mean (MiB)", lambda row: row["memory"]["moved_bytes_per_step"], 2**-20),
-    Panel("median time per output token (ms)", lambda row: row["tpot_s"]["p50"], 1000, needs_full=True),
+    Panel(
+        "bytes moved between tiers per step, mean (MiB)",
+        lambda row: row["memory"]["moved_bytes_per_step"],
+        2**-20,
+    ),
+    Panel(
+        "median time per output token (ms)", lambda row: row["tpot_s"]["p50"], 1000, needs_full=True
+    ),
 )
 
 
@@ -89,7 +103,9 @@ def is_full(entry: ReportRow) -> bool:
 def front(points: Sequence[tuple[float, float] | None]) -> set[int]:
     """Return the indices of the points (cost, score) on the Pareto front: no other point costs at
     most as much and scores at least as much."""
-    known = [(point[0], -point[1], place) for place, point in enumerate(points) if point is not None]
+    known = [
+        (point[0], -point[1], place) for place, point in enumerate(points) if point is not None
+    ]
     best, places = (inf, inf), set[int]()
     for cost, loss, place in sorted(known):
         if loss < best[1] or (cost, loss) == best:
@@ -126,7 +142,9 @@ def frontier(table: Comparison) -> Figure:
                 _line(axes, some, style(labels.index(label)), intervals=not crowded)
         _full(axes, entries, points)
         drawn = chain.from_iterable(points.values())
-        complete = [(cost, row.summary) for cost, row in drawn if row.summary["status"] == "complete"]
+        complete = [
+            (cost, row.summary) for cost, row in drawn if row.summary["status"] == "complete"
+        ]
         pairs = [(cost, summary["score"]["mean"]) for cost, summary in complete]
         if reached := sorted({pairs[place] for place in front(pairs)}):
             axes.plot(*zip(*reached, strict=True), drawstyle="steps-post", **FRONT)
@@ -137,7 +155,9 @@ def frontier(table: Comparison) -> Figure:
     low, high = first.get_ylim()
     first.set_ylim(max(-0.03, low), min(1.03, high))
     figure.legend(handles=legend, loc="outside right upper", frameon=False, fontsize=8.5)
-    left_out = [f"lines: the best {len(labels)} of {len(best)}; front: of all rows"] * (len(labels) < len(best))
+    left_out = [f"lines: the best {len(labels)} of {len(best)}; front: of all rows"] * (
+        len(labels) < len(best)
+    )
     figures.title(figure, table.title, *left_out, *([_widths(entries)] if crowded else []))
     return figure
 
@@ -159,7 +179,9 @@ def style(number: int) -> dict[str, Any]:
     return {"color": colour, "marker": mark, "markersize": 6, "linewidth": 1.3, "linestyle": line}
 
 
-def _line(axes: Axes, points: Sequence[tuple[float, ReportRow]], style: Mapping[str, Any], intervals: bool) -> None:
+def _line(
+    axes: Axes, points: Sequence[tuple[float, ReportRow]], style: Mapping[str, Any], intervals: bool
+) -> None:
     """Draw the line of one method, which joins its budgets."""
     costs = [cost for cost, _ in points]
     scores = [row.summary["score"] for _, row in points]
@@ -167,7 +189,9 @@ def _line(axes: Axes, points: Sequence[tuple[float, ReportRow]], style: Mapping[
         low, high = zip(*(score["ci95"] or [score["mean"]] * 2 for score in scores), strict=True)
         axes.vlines(costs, low, high, color=style["color"], linewidth=2.2, alpha=0.3, zorder=2)
     means = [score["mean"] for score in scores]
-    axes.plot(costs, means, **style, markeredgecolor="white", markeredgewidth=0.5, zorder=3, clip_on=False)
+    axes.plot(
+        costs, means, **style, markeredgecolor="white", markeredgewidth=0.5, zorder=3, clip_on=False
+    )
 
 
 def _full(axes: Axes, entries: Sequence[ReportRow], points: Points) -> None:
@@ -186,7 +210,11 @@ def _widths(entries: Sequence[ReportRow]) -> str:
     draw them."""
     spans = [entry.summary["score"]["ci95"] for entry in entries if not is_full(entry)]
     halves = [(span[1] - span[0]) / 2 for span in spans if span]
-    return f"95 % intervals: about ±{100 * median(halves):.0f} points (median of the rows)" if halves else ""
+    return (
+        f"95 % intervals: about ±{100 * median(halves):.0f} points (median of the rows)"
+        if halves
+        else ""
+    )
 
 
 def _legend(fulls: Sequence[str], labels: Sequence[str]) -> list[Line2D]:
@@ -209,7 +237,8 @@ def _finish(axes: Axes, panel: Panel) -> None:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
         axes.xaxis.set_minor_locator(NullLocator())
     else:
-        if axes.dataLim.xmin < 0.4 * axes.dataLim.xmax:  # else from 0 on would leave the lines too little room
+        # else from 0 on would leave the lines too little room
+        if axes.dataLim.xmin < 0.4 * axes.dataLim.xmax:
             axes.set_xlim(left=0)
         axes.xaxis.set_major_locator(MaxNLocator(5))
     figures.framed(axes)

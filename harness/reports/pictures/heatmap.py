@@ -46,7 +46,11 @@ def needles_by_task(records: Sequence[Record]) -> dict[str, list[NeedleScore]]:
             needle = NeedleScore(record.data["depth"], record.data["length"], record.score)
             task = record.data.get("task") or record.group.partition("/")[0]
             tasks[str(task)].append(needle)
-    return {task: needles for task, needles in tasks.items() if len({needle[:2] for needle in needles}) > 1}
+    return {
+        task: needles
+        for task, needles in tasks.items()
+        if len({needle[:2] for needle in needles}) > 1
+    }
 
 
 def grid(needles: Sequence[NeedleScore]) -> Grid:
@@ -56,18 +60,27 @@ def grid(needles: Sequence[NeedleScore]) -> Grid:
     depths = sorted({needle.depth for needle in needles})
     steps = [b - a for a, b in pairwise(depths)]
     # a run that broke off lacks some depths at its last length
-    whole = any(len({n.depth for n in needles if n.length == length}) == len(depths) for length in lengths)
+    whole = any(
+        len({n.depth for n in needles if n.length == length}) == len(depths) for length in lengths
+    )
     even = bool(steps) and max(steps) - min(steps) < 0.5
     planted = len(depths) <= MOST_ROWS and whole and (even or len(lengths) > 1)
     cells: dict[tuple[int, int], list[float]] = defaultdict(list)
     for depth, length, score in needles:
         row = depths.index(depth) if planted else min(BINS - 1, int(depth * BINS / 100))
         cells[row, lengths.index(length)].append(100 * score)
-    rows = [f"{depth:g}" for depth in depths] if planted else [f"{10 * row}-{10 * row + 10}" for row in range(BINS)]
+    rows = (
+        [f"{depth:g}" for depth in depths]
+        if planted
+        else [f"{10 * row}-{10 * row + 10}" for row in range(BINS)]
+    )
     means: list[list[float | None]] = [[None] * len(lengths) for _ in rows]
     for (y, x), scores in cells.items():
         means[y][x] = fmean(scores)
-    tokens = [f"{length / 1024:g}K" if length >= 1024 and length % 512 == 0 else f"{length:g}" for length in lengths]
+    tokens = [
+        f"{length / 1024:g}K" if length >= 1024 and length % 512 == 0 else f"{length:g}"
+        for length in lengths
+    ]
     return Grid(rows, tokens, means)
 
 
@@ -94,7 +107,9 @@ def heatmap_by_run(grids: Mapping[str, Grid], title: str) -> Figure:
     """Draw grids of a single length in one map, with a line for each run; `grids` is by the run's
     name."""
     first = next(iter(grids.values()))
-    figure = Figure(figsize=(3 + 0.55 * len(first.depths), 1.5 + 0.21 * len(grids)), layout="constrained")
+    figure = Figure(
+        figsize=(3 + 0.55 * len(first.depths), 1.5 + 0.21 * len(grids)), layout="constrained"
+    )
     means = [[line[0] for line in cells.means] for cells in grids.values()]
     axes = _cells(figure, means, first.depths, list(grids))
     axes.set_xlabel("depth of the needle (%)")
@@ -102,12 +117,19 @@ def heatmap_by_run(grids: Mapping[str, Grid], title: str) -> Figure:
     return figure
 
 
-def _cells(figure: Figure, means: Sequence[Sequence[float | None]], across: list[str], down: list[str]) -> Axes:
+def _cells(
+    figure: Figure, means: Sequence[Sequence[float | None]], across: list[str], down: list[str]
+) -> Axes:
     values = np.array(means, dtype=float)  # None becomes nan
     axes: Axes = figure.subplots()
     axes.set_facecolor(figures.EMPTY)
     image = axes.pcolormesh(
-        np.ma.masked_invalid(values), cmap=figures.COLOURS, vmin=0, vmax=100, edgecolors="white", linewidth=1
+        np.ma.masked_invalid(values),
+        cmap=figures.COLOURS,
+        vmin=0,
+        vmax=100,
+        edgecolors="white",
+        linewidth=1,
     )
     axes.invert_yaxis()
     axes.set_xticks(np.arange(len(across)) + 0.5, across)
@@ -118,5 +140,7 @@ def _cells(figure: Figure, means: Sequence[Sequence[float | None]], across: list
     for (y, x), value in np.ndenumerate(values):
         if not np.isnan(value):
             colour = "white" if value < 60 else figures.INK
-            axes.text(x + 0.5, y + 0.5, f"{value:.0f}", ha="center", va="center", fontsize=8, color=colour)
+            axes.text(
+                x + 0.5, y + 0.5, f"{value:.0f}", ha="center", va="center", fontsize=8, color=colour
+            )
     return axes

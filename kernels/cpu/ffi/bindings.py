@@ -36,7 +36,8 @@ class Field:
     type: str  # its type in C++
     dtypes: tuple[torch.dtype, ...] = ()  # of a tensor; () is any; two: all such tensors share one
     size: str | None = None  # entries of a contiguous tensor, as an expression in the other fields
-    strides: tuple[str, ...] = ()  # names of the dimensions before the last, whose strides in bytes become fields
+    # names of the dimensions before the last, whose strides in bytes become fields
+    strides: tuple[str, ...] = ()
     optional: bool = False  # whether None is allowed, as a null pointer
     least: int | None = None  # the least value of a number
 
@@ -94,7 +95,9 @@ def _tensor(
     """Describe a tensor field of C++ type `entry`*. It must be contiguous with `size` entries (an
     expression in other fields), or `strides` names the dimensions whose strides are passed too.
     With neither, the caller is responsible for the layout."""
-    return Field(f"{'' if written else 'const '}{entry}*", dtypes, size, tuple(strides.split()), optional)
+    return Field(
+        f"{'' if written else 'const '}{entry}*", dtypes, size, tuple(strides.split()), optional
+    )
 
 
 class Struct:
@@ -106,7 +109,11 @@ class Struct:
     header: ClassVar[list[str]]
 
     def __init_subclass__(cls) -> None:
-        named = {name: value for name, value in vars(cls).items() if isinstance(value, Field | FieldGroup)}
+        named = {
+            name: value
+            for name, value in vars(cls).items()
+            if isinstance(value, Field | FieldGroup)
+        }
         cls.header = _header(cls.__name__, named)
         cls.fields = dict(_flat(named))
         cls.pack = staticmethod(_checked(cls))
@@ -128,7 +135,11 @@ class Function:
         entry = getattr(library, self.name)
         entry.argtypes = [ctypes.c_char_p] * len(self.structs)
         entry.restype = ctypes.c_int64 if self.returns == "int64_t" else None
-        return _checked(self.structs[-1], entry, len(self.structs) - 1) if self.structs else lambda: entry()
+        return (
+            _checked(self.structs[-1], entry, len(self.structs) - 1)
+            if self.structs
+            else lambda: entry()
+        )
 
 
 def header(functions: tuple[Function, ...]) -> str:
@@ -154,10 +165,16 @@ _PREAMBLE = """// Made from the descriptions in kernels/cpu/*.py: see ffi/bindin
 def _header(name: str, fields: dict[str, Field | FieldGroup]) -> list[str]:
     """Return C++ code for a struct: the definitions of the structs it contains, its own, and an
     assertion about its size."""
-    groups = {field.type: field.fields for field in fields.values() if isinstance(field, FieldGroup)}
+    groups = {
+        field.type: field.fields for field in fields.values() if isinstance(field, FieldGroup)
+    }
     inner = [_definition(name, parts) for name, parts in groups.items()]
     count = sum(1 + len(field.strides) for _, field in _flat(_with_dtype(fields)))
-    return [*inner, _definition(name, _with_dtype(fields)), f"static_assert(sizeof({name}) == {8 * count});"]
+    return [
+        *inner,
+        _definition(name, _with_dtype(fields)),
+        f"static_assert(sizeof({name}) == {8 * count});",
+    ]
 
 
 def _definition(name: str, fields: dict[str, Any]) -> str:
@@ -191,7 +208,14 @@ def _checked(struct: type[Struct], entry: Any = None, before: int = 0) -> Callab
     already, or returns them if there is no `entry`. It is generated as source code for speed, since
     a step makes hundreds of calls."""
     fields = struct.fields
-    typed = next((part for part, field in fields.items() if field.dtypes == _ELEMENTS and not field.optional), None)
+    typed = next(
+        (
+            part
+            for part, field in fields.items()
+            if field.dtypes == _ELEMENTS and not field.optional
+        ),
+        None,
+    )
     structs = [f"struct{i}" for i in range(before)]
     lines = [f"def call({', '.join([*structs, '*', *fields])}):"]  # keeps the tensors alive for C++
     for part, field in fields.items():
@@ -202,7 +226,10 @@ def _checked(struct: type[Struct], entry: Any = None, before: int = 0) -> Callab
     for part, field in fields.items():
         lines += _checks(part, field, first=part == typed)
         values += _values(part, field)
-    codes = "".join("d" if field.type == "double" else "q" * (1 + len(field.strides)) for field in fields.values())
+    codes = "".join(
+        "d" if field.type == "double" else "q" * (1 + len(field.strides))
+        for field in fields.values()
+    )
     packed = f"packed({', '.join(values)})"
     if entry:
         lines.append(f"return entry({', '.join([*structs, packed])})")
@@ -228,7 +255,11 @@ def _checks(name: str, field: Field, first: bool) -> list[str]:
         return []
     wrong = [f"not {name}.is_cpu"]
     if field.dtypes == _ELEMENTS:
-        wrong.append("dtype is not float32 and dtype is not bfloat16" if first else f"{name}.dtype is not dtype")
+        wrong.append(
+            "dtype is not float32 and dtype is not bfloat16"
+            if first
+            else f"{name}.dtype is not dtype"
+        )
     elif field.dtypes:
         wrong.append(f"{name}.dtype is not {str(field.dtypes[0]).removeprefix('torch.')}")
     if field.size:
@@ -239,7 +270,9 @@ def _checks(name: str, field: Field, first: bool) -> list[str]:
         wrong.append(f"len({name}_strides) != {len(field.strides) + 1}")
         wrong.append(f"{name}_strides[-1] != 1 and {name}.shape[-1] > 1")
     lines.append(f"if {' or '.join(wrong)}: raise refused({name!r}, locals())")
-    return [f"if {name} is not None:", *(f"    {line}" for line in lines)] if field.optional else lines
+    return (
+        [f"if {name} is not None:", *(f"    {line}" for line in lines)] if field.optional else lines
+    )
 
 
 def _values(name: str, field: Field) -> list[str]:

@@ -76,7 +76,11 @@ def _compiler() -> str:
 
 def _folder() -> Path:
     named = os.environ.get("KV_HARNESS_CACHE")
-    base = Path(named).expanduser() if named else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "kv-harness")
+    base = (
+        Path(named).expanduser()
+        if named
+        else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "kv-harness")
+    )
     return base.expanduser() / "kernels"
 
 
@@ -86,7 +90,9 @@ def _key(name: str, calls: str, compiler: str) -> str:
     digest = hashlib.sha256(" ".join([*FLAGS, march(), calls]).encode())
     for file in (*sorted(SOURCES.glob("*.hpp")), SOURCES / f"{name}.cpp"):
         digest.update(file.read_bytes())
-    digest.update(_run([compiler, f"-march={march()}", "-dM", "-E", "-x", "c++", os.devnull]).encode())
+    digest.update(
+        _run([compiler, f"-march={march()}", "-dM", "-E", "-x", "c++", os.devnull]).encode()
+    )
     return digest.hexdigest()[:16]
 
 
@@ -99,10 +105,22 @@ def _build(source: Path, calls: str, built: Path, compiler: str) -> None:
         with TemporaryFolder("build-", _folder()) as folder:
             fresh = folder / source.with_suffix(".so").name
             (folder / "calls.hpp").write_text(calls)
-            _run([compiler, *FLAGS, f"-march={march()}", f"-I{folder}", str(source), "-o", str(fresh)])
+            _run(
+                [
+                    compiler,
+                    *FLAGS,
+                    f"-march={march()}",
+                    f"-I{folder}",
+                    str(source),
+                    "-o",
+                    str(fresh),
+                ]
+            )
             fresh.replace(built)
     except OSError as error:
-        raise ImportError(f"cannot write into {_folder()}: {error.strerror}; set KV_HARNESS_CACHE") from error
+        raise ImportError(
+            f"cannot write into {_folder()}: {error.strerror}; set KV_HARNESS_CACHE"
+        ) from error
 
 
 def _run(command: list[str]) -> str:
@@ -112,5 +130,7 @@ def _run(command: list[str]) -> str:
         raise ImportError(f"{command[0]} failed: {error}") from error
     if completed.returncode:
         lines = completed.stderr.splitlines() or ["no message"]
-        raise ImportError(f"{command[0]} failed: {next((line for line in lines if 'error' in line), lines[0])}")
+        raise ImportError(
+            f"{command[0]} failed: {next((line for line in lines if 'error' in line), lines[0])}"
+        )
     return completed.stdout
