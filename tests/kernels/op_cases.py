@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from functools import cache
 from math import inf, nan
 from typing import Any, NamedTuple
 
@@ -432,6 +433,15 @@ def pq_best() -> Iterator[OpCase]:
     yield OpCase("pq_best", "far-bound", (q, far, codes, pq_held(codes, far.shape[3]), scale, 40))
 
 
+def comparable(op: str, result: Any) -> Any:
+    """Return what an operation gave without what is left to backends."""
+    if op == "pick_channels":
+        return by_channel(*result)
+    if op == "channel_sums":
+        return joined_parts(*result)
+    return highest(result) if op == "live_scores" else result
+
+
 def best_by_codes(args: Sequence[Any]) -> Tensor:
     """Return what `pq_best` should: of equal weights the first, in order."""
     q, centroids, codes, _, scale, count = args
@@ -474,6 +484,7 @@ def coded() -> Iterator[OpCase]:
         yield OpCase("decode_rows", name, args)
 
 
+@cache
 def cases() -> list[OpCase]:
     groups = (
         coded, segment_attention, segment_attention_with_lse, attention_with_mean, merge_attention,

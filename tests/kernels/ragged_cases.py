@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import cast
 
 import torch
@@ -207,6 +208,7 @@ def _stored(seed: int, sizes: Sequence[int], groups: int) -> Ragged:
     return Ragged(parts)
 
 
+@cache
 def ragged_cases() -> list[OpCase]:
     groups = attention, attention_with_mean, pq_weights, pq_best, top_k, index, pages, channels, chosen, codes
     return [case for group in groups for case in group()]

@@ -19,7 +19,7 @@ from kernels import gpu, ops
 from kernels.dispatch import use_backend
 from kernels.partial import Guess, NewPartial
 from kernels.ragged import Ragged
-from tests.kernels.op_cases import cases, stored
+from tests.kernels.op_cases import cases, converted, stored
 from tests.kernels.ragged_cases import ragged_cases
 from tests.kernels.test_block import drawn
 
@@ -115,7 +115,7 @@ def far(monkeypatch: pytest.MonkeyPatch) -> Far:
 def test_operations(name: str, far: Far) -> None:
     case = next(case for case in [*cases(), *ragged_cases()] if str(case) == name)
     with use_backend("triton"):
-        next(op for op in ops.ALL if op.name == case.op)(*case.args)
+        next(op for op in ops.ALL if op.name == case.op)(*converted(case.args, torch.float32))
     assert far.ran
 
 

@@ -17,19 +17,7 @@ from kernels.partial import Guess, NewPartial
 from kernels.ragged import Ragged
 from kernels.rope import rotate
 from tests.kernels.guarded import guarded
-from tests.kernels.op_cases import (
-    OpCase,
-    best_by_codes,
-    by_channel,
-    cases,
-    converted,
-    device_of,
-    highest,
-    joined_parts,
-    pick,
-    random,
-    stored,
-)
+from tests.kernels.op_cases import OpCase, best_by_codes, cases, comparable, converted, device_of, pick, random, stored
 
 HAS_GPU = torch.cuda.is_available()
 OPS = {op.name: op for op in ops.ALL}
@@ -98,12 +86,7 @@ def check(case: OpCase, backend: str, dtype: torch.dtype, device: str) -> None:
     args = converted(case.args, dtype, device)  # anew: some operations change them
     wanted = _reference(case.op)(*converted(args, torch.float64, device))
     plain = _reference(case.op)(*args)
-    if case.op == "pick_channels":
-        got, wanted, plain = (by_channel(*result) for result in (got, wanted, plain))
-    if case.op == "channel_sums":
-        got, wanted, plain = (joined_parts(*result) for result in (got, wanted, plain))
-    if case.op == "live_scores":
-        got, wanted, plain = map(highest, (got, wanted, plain))
+    got, wanted, plain = (comparable(case.op, result) for result in (got, wanted, plain))
     for one, other, twin in zip(_each(got), _each(wanted), _each(plain), strict=True):
         assert one.shape == other.shape
         assert torch.equal(one.isinf(), other.isinf())
@@ -135,16 +118,9 @@ def _assert_best(scores: Tensor, rows: Tensor) -> None:
 
 def test_every_operation_has_cases() -> None:
     elsewhere = {
-        "add_received",
-        "kmeans",
-        "put_rows",
-        "attention_inputs",
-        "attention_inputs_stored",
-        "block_output",
-        "block_output_apart",
-        "token_logits",
-        "likeliest_tokens",
-    }
+        "add_received", "kmeans", "put_rows", "attention_inputs", "attention_inputs_stored", "block_output",
+        "block_output_apart", "token_logits", "likeliest_tokens",
+    }  # fmt: skip
     assert {case.op for case in cases()} == set(OPS) - elsewhere
 
 

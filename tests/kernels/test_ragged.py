@@ -20,16 +20,7 @@ from kernels.step_inputs import to_device
 from methods.tiers.rows import room_for
 from tests.kernels import ragged_cases as unequal
 from tests.kernels.guarded import guarded, tensors_in
-from tests.kernels.op_cases import (
-    OpCase,
-    best_by_codes,
-    by_channel,
-    converted,
-    device_of,
-    highest,
-    joined_parts,
-    random,
-)
+from tests.kernels.op_cases import OpCase, best_by_codes, comparable, converted, device_of, random
 from tests.kernels.ragged_cases import ragged_cases
 
 HAS_GPU = torch.cuda.is_available()
@@ -112,12 +103,7 @@ def test_one_call_for_all_equals_one_for_each(case: OpCase, backend: str, dtype:
         return
     with use_backend("torch"):
         wanted = op(*converted(case.args, torch.float64))
-    if case.op == "pick_channels":
-        got, wanted = by_channel(*got), by_channel(*wanted)
-    if case.op == "channel_sums":
-        got, wanted = joined_parts(*got), joined_parts(*wanted)
-    if case.op == "live_scores":
-        got, wanted = highest(got), highest(wanted)
+    got, wanted = comparable(case.op, got), comparable(case.op, wanted)
     for place, (one, other) in enumerate(zip(results(got), results(wanted), strict=True)):
         if case.op == "top_k":
             scores = results(case.args[0])[place]
@@ -143,10 +129,8 @@ def test_a_free_slot_is_neither_read_nor_seen_by_others(case: OpCase) -> None:
             among = op(*args)
     for numbers in (x for x in tensors_in([getattr(among, "whole", among)]) if x.dtype == torch.int64):
         assert 0 <= int(numbers[-1].min()) <= int(numbers[-1].max()) < 100  # a row that may be read
-    if case.op == "channel_sums":
-        alone, among = joined_parts(*alone), joined_parts(*among)
-    if case.op == "live_scores":
-        alone, among = highest(alone), highest(among)
+    if case.op != "pick_channels":  # in the order in which they were picked
+        alone, among = comparable(case.op, alone), comparable(case.op, among)
     for left, right in zip(of_sequences(alone, batch), of_sequences(among, batch), strict=True):
         assert_close(right[tuple(map(slice, left.shape))], left, atol=1e-5, rtol=1e-5)
 
@@ -158,7 +142,7 @@ def test_a_cpu_gives_a_sequence_the_same_bits_alone_and_among_others(case: OpCas
     with use_backend("cpu"):
         together, alone = OPS[case.op](*args), OPS[case.op].backend("torch").run(*args)
     if case.op == "pick_channels":
-        together, alone = by_channel(*together), by_channel(*alone)
+        together, alone = comparable(case.op, together), comparable(case.op, alone)
     for one, other in zip(results(together), results(alone), strict=True):
         assert torch.equal(one, other)
 

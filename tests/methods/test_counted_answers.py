@@ -21,15 +21,14 @@ from harness.engine.engine import Engine
 from harness.engine.saved_state import Snapshot
 from harness.prompts.teacher import Forced
 from kernels.dispatch import use_backend
-from methods.abilities import APART, ability, asked, refuse
+from methods.abilities import APART, ability, refuse
 from methods.abilities.bounded_answer import BoundedAnswer, CountedAnswer
 from methods.abilities.kept_codec import KeptCodec
 from methods.abilities.mass import Mass
 from methods.abilities.merge import Merge as CaM
 from methods.abilities.merge import Merging
 from methods.abilities.repeat import Repeat
-from methods.base import Ability, AttnInput, Budget, BudgetError, Method
-from methods.full import Full
+from methods.base import Ability, AttnInput, Method
 from methods.layers import Layer
 from methods.layers.batched import alone_because
 from methods.layers.returned import ReturnedError
@@ -163,16 +162,6 @@ def test_two_thousand_forced_tokens_hold_the_budget_at_every_step(name: str, mon
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize("name", METHODS)
-def test_a_budget_that_covers_prompt_and_answer_gives_fulls_tokens(name: str) -> None:
-    made = []
-    for method, budget in ((Full(), None), (METHODS[name], 160 + 400), (METHODS[name], 1.0)):
-        with attached(tiny("llama"), method, budget=budget) as kv:
-            made.append(Engine(kv).generate(prompt(160), max_new_tokens=400).tokens)
-    assert made[0] == made[1] == made[2]
-
-
-@pytest.mark.tokens
 @pytest.mark.parametrize("name", [*METHODS, "cam"])
 def test_a_cache_goes_back_to_its_seal_with_all_rows(name: str) -> None:
     """Between two answers to questions on one context, although each has dropped rows of it."""
@@ -284,11 +273,6 @@ def test_of_a_chunk_only_the_last_queries_are_copied() -> None:
     chunk: Any = SimpleNamespace(q=torch.ones(1, 4, 1, 64).expand(-1, -1, 10**12, -1))
     layer.policies[0].observe(chunk)
     assert torch.equal(layer.policies[0].queries, chunk.q[:, :, -1:])
-
-
-def test_a_budget_of_generated_tokens_is_refused() -> None:
-    with pytest.raises(BudgetError, match="its budget counts them already: leave out budget_generated"):
-        refuse(TOVA(), asked(Budget(20, generated=8)))
 
 
 @pytest.mark.skipif(find_spec("kvpress") is None, reason="kvpress is not installed: `make setup` does it")

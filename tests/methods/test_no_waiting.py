@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partialmethod
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.engine.attach import attached
 from harness.engine.engine import Engine
-from harness.engine.graph import capture_refusal
 from kernels.dispatch import use_backend
-from methods.base import Budget, Method
+from methods.base import Method
 from methods.base.pieces import TOKENS_AT_ONCE
 from methods.tiers.codec import FloatCodec
 from tests.methods.test_contract import in_each_place, small, turn
@@ -30,14 +28,6 @@ from tests.tiny import prompt, tiny
 CUDA = torch.cuda.is_available()
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="no CUDA device on this machine")]
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
-# a method, what is asked of its run, its parameters that differ, and why its steps are not captured
-EXCEPTIONS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    ("pqcache", {"reuse_steps": 1}, {}, "lets one step choose and others not"),
-    ("snapkv", {"budget": Budget(0.5, generated=8)}, {}, "lets some steps drop tokens and others not"),
-    ("kivi", {"room": 400}, {}, "are quantised in between"),
-    # a file is read by the processor, which must know which rows:
-    ("pqcache", {"placement": "disk"}, {}, "reads the chosen rows from files"),
-]
 # parameters that made steps wait once, and where rows then lie
 VARIANTS: list[tuple[str, dict[str, Any], str]] = [
     ("quest", {"last_page": False}, "device"),
@@ -211,16 +201,3 @@ def test_captured_steps_of_other_parameters_are_the_same(name: str, changes: dic
             assert moved >= before > 0
             captured.kv["device"] = plain.kv["device"]  # which holds the numbers of those that are to come
         assert (captured.tokens, captured.measured, captured.kv) == (plain.tokens, plain.measured, plain.kv)
-
-
-@pytest.mark.parametrize(("name", "how", "changes", "why"), EXCEPTIONS)
-def test_the_exceptions_are_told_apart(
-    name: str, how: dict[str, Any], changes: dict[str, Any], why: str, tmp_path: Path
-) -> None:
-    asked = {"budget": 0.5, "calibration": prompt(64, seed=9), "disk": tmp_path} | how
-    room = asked.pop("room", 120)
-    with attached(tiny("llama"), replace(small(name), **changes), **asked) as kv:
-        engine = Engine(kv)
-        cache = kv.cache(capacity=room)
-        turn(kv, cache, prompt(79), steps=1)
-        assert why in str(capture_refusal(engine.forward, cache))

@@ -72,18 +72,6 @@ def test_step_equals_loops(shape: Shape, mean_value: bool, channel_copy: bool, p
     assert layers[0].attended == (BUDGET, STEPS)
 
 
-@pytest.mark.parametrize("channel_copy", [False, True])
-def test_a_step_moves_r_channels_of_the_keys_and_the_selected_rows(channel_copy: bool) -> None:
-    s = _sequences(SHAPES[1])
-    layers = s.start(replace(METHOD, channel_copy=channel_copy), BUDGET, placement="host")
-    s.seal(layers, 0, PROMPT)
-    traffic = layers[0].cache.traffic
-    assert traffic.to_host_bytes == (3 if channel_copy else 2) * len(MIDDLE) * 2 * 2 * 96 * 4  # batch 2, 2 KV heads
-    assert traffic.to_device_bytes == 0
-    s.decode(layers, PROMPT)
-    assert traffic.to_device_bytes == (len(MIDDLE) * METHOD.r + TOP * 2 * 96) * 2 * 2 * 4
-
-
 def test_a_reused_selection_scores_nothing() -> None:
     s = _sequences(SHAPES[1])
     layers = s.start(replace(METHOD, mean_value=True), BUDGET, placement="host", reuse_steps=1)

@@ -29,7 +29,6 @@ from methods.full import Full
 from methods.layers import Layer
 from methods.quest import Quest
 from methods.snapkv import SnapKV
-from tests.fast import PQ
 from tests.tape import Tape
 from tests.tiny import prompt, tiny
 
@@ -105,31 +104,6 @@ def test_each_sequence_of_a_batch_stops_for_itself() -> None:
     assert generation.tokens == [free[0][:2], free[1], free[2][:5]]
     assert generation.stops == ["eos", "length", "eos"]
     assert len(generation.token_s) == 8
-
-
-@pytest.mark.tokens
-def test_protocol_context_with_a_full_budget_is_the_same_text() -> None:
-    ids = prompt(64)
-    with attached(tiny("qwen3"), PQ, budget=1.0) as kv:
-        whole = Engine(kv).generate(ids, max_new_tokens=8)
-        split = Engine(kv).generate(ids, max_new_tokens=8, context_tokens=50)
-    assert split.tokens == whole.tokens
-    assert split.question_s is not None
-    assert split.measured["attended_prompt"] == 50
-
-
-def test_sampling_follows_its_seed_and_its_limits() -> None:
-    ids = prompt(20)
-
-    def sample(seed: int, top_k: int = 0, top_p: float = 1.0) -> list[int]:
-        sampler = Sampled(5.0, top_k, top_p, torch.Generator().manual_seed(seed))
-        with attached(tiny("llama"), Full()) as kv:
-            return Engine(kv).generate(ids, max_new_tokens=12, sampler=sampler).tokens[0]
-
-    with attached(tiny("llama"), Full()) as kv:
-        greedy = Engine(kv).generate(ids, max_new_tokens=12).tokens[0]
-    assert sample(1) == sample(1) != sample(2)
-    assert sample(3, top_k=1) == sample(4, top_p=1e-6) == greedy
 
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0.6, 0, 0.95), (1.5, 5, 1.0), (2.0, 8, 0.7)])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache, UnsupportedError
@@ -38,25 +37,23 @@ def generate(model: PreTrainedModel, ids: Tensor, cache: Any, new: int = NEW, **
     return out
 
 
-def conversation(
-    model: PreTrainedModel, cache: Any, turns: Sequence[int] = TURNS, batch: int = 1, **more: Any
-) -> list[list[list[int]]]:
+def conversation(model: PreTrainedModel, cache: Any, **more: Any) -> list[list[list[int]]]:
     """Answers to several turns, each `generate` given all that was said before."""
-    said, answers = torch.empty(batch, 0, dtype=torch.long), []
-    for seed, length in enumerate(turns):
-        said = generate(model, torch.cat([said, prompt(length, batch=batch, seed=seed)], 1), cache, **more)
+    said, answers = torch.empty(1, 0, dtype=torch.long), []
+    for seed, length in enumerate(TURNS):
+        said = generate(model, torch.cat([said, prompt(length, seed=seed)], 1), cache, **more)
         answers.append(said[:, -NEW:].tolist())
     return answers
 
 
-def by_engine(kv: Attachment, turns: Sequence[int] = TURNS, batch: int = 1) -> list[list[list[int]]]:
+def by_engine(kv: Attachment) -> list[list[list[int]]]:
     """The same from our engine, which says its phases. The last token of an answer has not been fed: it comes first."""
     engine, answers = Engine(kv), []
-    cache = engine.cache(prompt(CAPACITY, batch=batch), 0)
-    pending = torch.empty(batch, 0, dtype=torch.long)
-    for seed, length in enumerate(turns):
+    cache = engine.cache(prompt(CAPACITY), 0)
+    pending = torch.empty(1, 0, dtype=torch.long)
+    for seed, length in enumerate(TURNS):
         cache.open_turn()
-        ids = torch.cat([pending, prompt(length, batch=batch, seed=seed)], 1)
+        ids = torch.cat([pending, prompt(length, seed=seed)], 1)
         made = engine.complete(cache, engine.prefill(cache, ids), ids[:, :0], began=0.0, max_new_tokens=NEW)
         pending = torch.tensor(made.tokens)[:, -1:]
         answers.append(made.tokens)
@@ -80,23 +77,6 @@ def test_turns_are_those_of_our_engine_and_sparse(name: str) -> None:
     budgets = [layer.request.budget for layer in cache.layers]  # InfiniGen's is none in its first layer
     assert read <= sum(whole if budget is None else budget.tokens(whole, i) for i, budget in enumerate(budgets))
     assert not small(name).uses_budget or read < 0.65 * 3 * whole
-
-
-@pytest.mark.tokens
-@walked
-def test_a_full_budget_gives_the_turns_of_plain_generate(name: str) -> None:
-    model = tiny("llama")
-    plain = conversation(model, DynamicCache(config=model.config))
-    with attach(small(name), 1.0) as kv:
-        assert conversation(model, kv.cache(capacity=CAPACITY)) == plain
-
-
-@pytest.mark.tokens
-@pytest.mark.parametrize("name", ["snapkv", "pqcache"])
-def test_turns_of_a_batch(name: str) -> None:
-    with attach(small(name), 0.4) as kv:
-        cache = kv.cache(capacity=CAPACITY, batch=3)
-        assert conversation(kv.model, cache, batch=3) == by_engine(kv, batch=3)
 
 
 def forwards(kv: Attachment, cache: KVCache, *lengths: int) -> list[bool]:

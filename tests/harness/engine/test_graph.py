@@ -20,7 +20,7 @@ from harness.prompts.teacher import Forced
 from kernels.dispatch import use_backend
 from methods.abilities import ability
 from methods.abilities.bounded_answer import CountedAnswer
-from methods.base import Attended, Method
+from methods.base import Attended, Budget, Method
 from methods.base.state import CaptureError, StepCounters
 from methods.layers import Layer
 from methods.oracle import Oracle, OracleRead
@@ -40,21 +40,6 @@ def generate(kv: Attachment, ids: Tensor, captured: bool, **how: Any) -> tuple[G
         engine.forward.stores = captured  # as on a GPU
     with use_backend("torch"):
         return engine.generate(ids, max_new_tokens=9, **how), engine
-
-
-@pytest.mark.tokens
-@pytest.mark.parametrize(("context", "batch"), [(74, 3), pytest.param(None, 1, marks=pytest.mark.slow)])
-@captured
-def test_replayed_steps_are_the_same(name: str, context: int | None, batch: int) -> None:
-    ids = prompt(80, batch=batch)
-    with attach(small(name), 0.5) as kv:
-        wanted, _ = generate(kv, ids, False, context_tokens=context)
-        got, engine = generate(kv, ids, True, context_tokens=context)
-    assert engine.plain_steps is None
-    assert got.capture_s is not None
-    assert got.tokens == wanted.tokens
-    for key in ("stops", "measured", "kv", "sealed"):
-        assert getattr(got, key) == getattr(wanted, key), key
 
 
 class Turn(NamedTuple):
@@ -165,8 +150,10 @@ def test_logits_are_those_of_plain_steps_where_memory_holds_anything() -> None:
 @pytest.mark.parametrize(
     ("name", "how", "changes", "reason"),
     [
-        ("pqcache", {"placement": "disk"}, {}, "placement=disk reads"),
-        ("pqcache", {"reuse_steps": 1}, {}, "reuse_steps=1"),
+        ("pqcache", {"placement": "disk"}, {}, "placement=disk reads the chosen rows from files"),
+        ("pqcache", {"reuse_steps": 1}, {}, "reuse_steps=1 lets one step choose and others not"),
+        ("snapkv", {"budget": Budget(0.5, generated=2)}, {}, "lets some steps drop tokens and others not"),
+        ("kivi", {}, {"group": 8, "residual": 16}, "are quantised in between"),
         ("full", {"fidelity": 1}, {}, "fidelity compares"),
         ("full", {"trace": True}, {}, "trace=on clocks"),
     ],
@@ -175,8 +162,8 @@ def test_what_cannot_be_captured_runs_step_by_step_and_says_why(
     name: str, how: dict[str, Any], changes: dict[str, Any], reason: str
 ) -> None:
     method, ids = replace(small(name), **changes), prompt(79)
-    options = {key: how[key] for key in ("placement", "reuse_steps") if key in how}
-    with attached(tiny("llama"), method, budget=0.5, **options) as kv:
+    options = {key: how[key] for key in ("placement", "reuse_steps", "budget") if key in how}
+    with attached(tiny("llama"), method, **{"budget": 0.5} | options) as kv:
         engine = Engine(kv, graphs=Tape(), fidelity=how.get("fidelity", 0))
         if "trace" in how:
             engine.tracer = Tracer(torch.device("cpu"))

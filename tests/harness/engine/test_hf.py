@@ -32,18 +32,6 @@ def generated(model: PreTrainedModel, ids: torch.Tensor, **more: object) -> list
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *PARTLY])
-def test_the_users_own_generate_runs_through_the_method(architecture: str) -> None:
-    model, ids = tiny(architecture), prompt(40)
-    with attached(model, Full()) as kv:
-        cache = kv.cache(capacity=40 + NEW)
-        through = generated(model, ids, past_key_values=cache)
-    assert cache.sealed
-    assert cache.method_layers[0].attended == (40, NEW - 1)
-    assert through == generated(model, ids)
-
-
-@pytest.mark.tokens
 def test_the_keywords_of_attached_are_shown() -> None:
     shown = signature(attached).parameters
     assert list(shown)[:3] == ["model", "method", "budget"]

@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from harness.engine.attach import Attachment, attached
 from harness.engine.engine import Engine, Generation
 from harness.engine.footprint import footprint
-from harness.engine.saved_state import Snapshot
 from kernels.dispatch import use_backend
 from methods.full import Full
 from methods.oracle import Oracle
@@ -49,24 +48,6 @@ def test_texts_around_the_window_are_generates(architecture: str, length: int, c
 @cache
 def generates(architecture: str, length: int) -> list[list[int]]:
     return generated(tiny(architecture), prompt(length))
-
-
-@pytest.mark.tokens
-@hybrid
-@torch.inference_mode()
-def test_questions_on_one_sealed_context_get_what_they_get_alone(architecture: str) -> None:
-    context, questions = prompt(40), [prompt(5, seed=1), prompt(9, seed=2)]
-    with attached(tiny(architecture), Oracle(sinks=0), budget=0.5) as kv:
-        engine = Engine(kv)
-        texts = [torch.cat([context, question], 1) for question in questions]
-        alone = [engine.generate(ids, max_new_tokens=NEW, context_tokens=40).tokens for ids in texts]
-        cache = engine.cache(texts[1], NEW)
-        engine.prefill(cache, context)
-        cache.seal()
-        sealed = Snapshot(cache)
-        for question, wanted in zip(questions, alone, strict=True):
-            sealed.restore()
-            assert engine.complete(cache, None, question, began=0.0, max_new_tokens=NEW).tokens == wanted
 
 
 @pytest.mark.tokens

@@ -74,6 +74,7 @@ def test_a_batch_of_other_lengths_changes_no_answer(architecture: str, kind: str
             else:
                 batch.step()
     assert tape.captured == 0
+    assert "depend on the length" in str(engine.plain_steps)
     assert [slot.out.tokens[0] for slot in slots] == [wanted(architecture, kind, length) for length in LENGTHS]
 
 
@@ -186,13 +187,3 @@ def test_captured_steps_take_their_angles_from_a_table(kind: str) -> None:
     assert engine.forward._table is not None
     assert engine.forward._table.shape[1] == window
     assert captured == [2, 3, 3, 4, 4, 4, 5, 5]
-
-
-@each_model
-def test_steps_whose_angles_depend_on_the_length_take_none_from_a_table(architecture: str, kind: str) -> None:
-    with attached(by_length(architecture, kind), Full()) as kv:
-        engine = Engine(kv, graphs=Tape())
-        assert engine.generate(text(60), max_new_tokens=NEW).tokens[0] == wanted(architecture, kind, 60)
-    assert engine.forward is not None
-    assert engine.forward._table is None
-    assert "depend on the length" in str(engine.plain_steps)

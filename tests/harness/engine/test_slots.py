@@ -114,12 +114,15 @@ def mean(answer: Generation, key: str) -> float:
 @pytest.mark.parametrize("name", slow_if(lambda name: name not in SLOTS, NAMES))
 def test_captured_steps_are_the_same(name: str) -> None:
     """What a method refuses alone it refuses here, for the same reason. Costs along the answer add up to its own."""
+    rows: dict[str, Any] = {"prompt": prompt(80, batch=3), "max_new_tokens": NEW, "context_tokens": 74}
     with attach(small(name), 0.5, placement="host" if name == "pqcache" else "device") as kv, use_backend("torch"):
-        wanted = alone(engine_of(kv))
+        wanted, batch = alone(engine_of(kv)), engine_of(kv).generate(**rows)
         engine, single = (engine_of(kv, graphs=Tape()) for _ in range(2))
-        slots, first = together(engine), single.generate(prompt(60), max_new_tokens=NEW)
+        single.forward.stores = True  # as on a GPU
+        slots, first = together(engine), single.generate(**rows)
     assert engine.plain_steps == single.plain_steps
     assert {slot.capture_s is None for slot in slots} == {first.capture_s is None}
+    assert {key: getattr(first, key) for key in MEASURED} == {key: getattr(batch, key) for key in MEASURED}
     assert_the_same(slots, wanted)
     for answer in wanted:
         assert answer.along is not None

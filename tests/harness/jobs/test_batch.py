@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from weakref import ref
 
 import pytest
 
 from evals.base import Example, TaskEnv
 from evals.niah import Niah
 from harness.config.settings import GenerationSettings, SettingsError
-from harness.engine.engine import Engine
 from harness.engine.facts import held
 from harness.results.measures import MEASURES
 from harness.results.records import Record
@@ -23,7 +20,6 @@ from methods.base import Method
 from methods.kvzip import KVzip
 from methods.tiers.tier import TIERS
 from tests import fast
-from tests.failures import third_record_fails
 from tests.fast import PQ
 from tests.tape import Tape
 
@@ -97,39 +93,6 @@ def test_each_example_gets_what_it_gets_alone(tmp_path: Path, changes: dict[str,
             record = replace(record, output=alone[name].output)
         assert own(record) == own(alone[name])
     assert len({record["kv_device_bytes"] for record in together.values()}) > 1
-
-
-@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
-def test_no_more_caches_are_held_than_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
-    """While a prompt is prefilled, those that have ended are gone."""
-    caches, alive, plain = list[Any](), list[int](), Engine.cache
-
-    def counted(engine: Engine, *given: Any) -> Any:
-        gc.collect()
-        alive.append(sum(cache() is not None for cache in caches))
-        cache = plain(engine, *given)
-        caches.append(ref(cache))
-        return cache
-
-    monkeypatch.setattr(Engine, "cache", counted)
-    run(tmp_path, batch=batch)
-    assert len(alive) == 6
-    assert max(alive) == batch - 1
-
-
-@pytest.mark.tokens
-def test_an_error_in_a_batch_loses_and_repeats_nothing(tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", batch=3)
-    with third_record_fails():
-        run(tmp_path / "torn", batch=3)
-    [lines] = (tmp_path / "torn").glob("*/examples.jsonl")
-    kept = lines.read_bytes()
-    assert kept.count(b"\n") == 2
-    again = run(tmp_path / "torn", batch=3)
-    assert lines.read_bytes().startswith(kept)
-    assert {name: own(record) for name, record in records(again).items()} == {
-        name: own(record) for name, record in records(whole).items()
-    }
 
 
 @pytest.mark.tokens

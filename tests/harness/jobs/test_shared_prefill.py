@@ -72,21 +72,6 @@ def test_a_method_with_a_prefill_of_its_own_runs_beside(tmp_path: Path) -> None:
     assert (alone.folder, alone.records) == (by_method["infllm"].folder, by_method["infllm"].records)
 
 
-@pytest.mark.tokens
-def test_a_torn_sweep_goes_on_where_each_job_stopped(tmp_path: Path) -> None:
-    """Without a shared prefill, tests/harness/test_killed.py kills it."""
-    task = niah(depths=4)
-    wanted = [Job.plan(m, task, MODEL, settings(tmp_path, shared_prefill=True)) for m in (Full(), ORACLE)]
-    whole = evaluate_together(wanted)
-    lines = whole[1].folder / "examples.jsonl"
-    kept = lines.read_text().splitlines(keepends=True)[:1]
-    lines.write_text("".join(kept))
-    again = evaluate_together(wanted)
-    assert again[0].records == whole[0].records
-    assert again[1].records[0] == whole[1].records[0]
-    assert [r.tokens for r in again[1].records] == [r.tokens for r in whole[1].records]
-
-
 @both
 def test_a_run_holds_its_lock_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
     real, locked = Runner.record, []
