@@ -8,8 +8,10 @@ harness` was given is composed and built, for every value of a sweep.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -237,3 +239,39 @@ def _values(word: str) -> list[str]:
     override = OverridesParser.create().parse_override(word)
     key = word.partition("=")[0]
     return [f"{key}={one}" for one in override.sweep_string_iterator()] if override.is_sweep_override() else [word]
+
+
+# The documentation as a site: it builds, every page is in its menu, and a broken link fails the build.
+
+
+pytest.importorskip("material", reason="needs mkdocs-material: pip install '.[docs]'")
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The repository's documents, to be changed."""
+    for name in ("docs", "results/published", "results/paper"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    for name in ("mkdocs.yml", "README.md", "CONTRIBUTING.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    return tmp_path
+
+
+def build(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    return subprocess.run(command, cwd=folder, env=dict(os.environ, NO_COLOR="1"), capture_output=True, text=True)
+
+
+def test_the_site_builds(copy: Path) -> None:
+    done = build(copy)
+    assert done.returncode == 0, done.stderr
+    pages = [copy / "README.md", copy / "CONTRIBUTING.md", *(copy / "docs").glob("*.md")]
+    for page in pages:
+        place = page.relative_to(copy).with_suffix("")
+        assert (copy / "build" / "site" / ("" if place.name == "README" else place) / "index.html").is_file()
+    assert (copy / "build" / "site" / "docs" / "img" / "headline.png").is_file()
+    leaderboard = (copy / "build" / "site" / "leaderboard.html").read_text()
+    assert all(
+        f'data-table="{path.stem}"' in leaderboard for path in (copy / "results/published/tables").glob("*k.csv")
+    )
+    assert 'href="leaderboard.html"' in (copy / "build" / "site" / "index.html").read_text()

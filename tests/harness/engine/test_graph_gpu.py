@@ -26,7 +26,7 @@ from harness.engine.graph import CudaGraphs
 from kernels.dispatch import use_backend
 from methods.base import Method
 from tests.fake_cuda import side_stream
-from tests.harness.engine.test_kept_steps import in_a_batch
+from tests.harness.engine.test_together import in_a_batch
 from tests.methods.test_contract import NAMES, small
 from tests.methods.test_no_waiting import ON_GPU, as_on_a_gpu, devices
 from tests.tape import Tape
@@ -136,7 +136,7 @@ def test_sequences_join_and_leave_while_steps_are_captured(name: str, placement:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=ON_GPU) for name in NAMES])
 def test_the_loop_of_transformers_gives_the_same_tokens(name: str) -> None:
-    """On a CPU tests/harness/engine/test_generate.py and test_loops.py say so."""
+    """On a CPU tests/harness/engine/test_generate.py says so."""
     method = replace(small(name), b=8) if name == "pqcache" else small(name)  # type: ignore[call-arg]
     model, ids = model_on("cuda"), prompt(60).to("cuda")
     with attached(model, method, budget=0.5, calibration=prompt(64, seed=9)) as kv:

@@ -20,7 +20,7 @@ from harness.models.random import byte_tokenizer
 from methods.full import Full
 from tests.harness.engine.test_hf import generated
 from tests.harness.models.test_models import edit, local, needs_wheel
-from tests.harness.test_command_line import Cli
+from tests.harness.test_wrong_input import Cli
 from tests.tape import Tape
 from tests.tiny import fresh, prompt
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,9 @@ import pytest
 from harness.config.plugins import describe
 from harness.config.settings import Settings
 from harness.results import identity as identities
+from harness.results import provenance
 from harness.results.identity import code_of, identity
+from harness.results.provenance import git, source_hash, versions  # as they are before tests/conftest.py
 from methods.full import Full
 from methods.h2o import H2O
 from methods.pqcache import PQCache
@@ -96,3 +102,54 @@ def test_a_key_at_its_default_is_no_part_of_it() -> None:
     assert made(PQCache(b=5))["method"]["b"] == 5
     assert made(PQCache(), budget=1)["budget"] == 1
     assert made(PQCache(), budget=None)["budget"] is None  # not the default, which is left out
+
+
+# The hash of the sources sees every change that can move a number, and only those.
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_source_hash_sees_content_and_name(tmp_path: Path) -> None:
+    for package in provenance.PACKAGES:
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "a.py").write_text(package)
+    hashes = [source_hash(root=tmp_path)]
+    (tmp_path / "evals" / "notes.md").write_text("no source")
+    assert source_hash(root=tmp_path) == hashes[0]
+    (tmp_path / "kernels" / "fast.cpp").write_text("int a;")
+    hashes.append(source_hash(root=tmp_path))
+    (tmp_path / "kernels" / "fast.cpp").rename(tmp_path / "kernels" / "faster.cpp")
+    hashes.append(source_hash(root=tmp_path))
+    assert len({*hashes}) == 3
+
+
+def test_git_knows_its_own_checkout_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "harness"
+    package.mkdir()
+    file = package / "provenance.py"
+    file.write_text("")
+    monkeypatch.setattr(provenance, "__file__", str(file))
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    assert git() == {"commit": None, "dirty": None}
+    who = ["-c", "user.name=n", "-c", "user.email=e"]
+    for command in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "x"]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    known = git()
+    assert len(known["commit"]) == 40
+    assert known["dirty"] is False
+    file.write_text("x = 1")
+    assert git() == known | {"dirty": True}
+
+
+def test_provenance_is_plain_and_imports_no_torch() -> None:
+    code = "import json, sys; from harness.results.provenance import provenance; print(json.dumps(provenance()))"
+    code += "; assert 'torch' not in sys.modules"
+    printed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    known = json.loads(printed)
+    assert known["versions"]["python"].startswith("3.")
+    assert known["versions"]["torch"]
+    assert known["machine"]["memory_bytes"] > 0
+    assert len(known["machine"]["load_average"]) == 3
+    assert datetime.fromisoformat(known["time"]).utcoffset().total_seconds() == 0
+    assert versions(["no-such-thing"])["no-such-thing"] is None

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from harness.cachedattention.store import block as blocks
+from harness.cachedattention.store.block import BlockFile
 from harness.cachedattention.store.disk import HistoryError
 from harness.cachedattention.store.fingerprint import EXACT
 from harness.cachedattention.store.history_store import HistoryStore
 from harness.cachedattention.store.placement import LRU
-from tests.histories import PRINT, TOKEN_BYTES, opened, right, rows
+from harness.cachedattention.store.statistics import MeasuredSpeeds
+from methods.tiers.rows import Place
+from tests.histories import LAYERS, PRINT, TOKEN_BYTES, opened, right, rows
 
 TOKENS = list(range(100, 111))  # with blocks of 4: 4, 4, 3
 
@@ -182,3 +193,174 @@ def test_every_dtype_is_read_as_it_was_written(dtype: torch.dtype, tmp_path: Pat
     with opened(tmp_path, host=0) as store:
         store.put("a", [1, 2, 3], {"0.k": given})
         assert store.get("a", [1, 2, 3]).layers["0.k"].view(torch.uint8).equal(given.view(torch.uint8))
+
+
+# What a store does beside the model's work: it writes behind, reads ahead, and hands over layer by layer.
+
+SIZE = len(TOKENS) * TOKEN_BYTES
+THREADS = {"threads": 2}
+
+
+def put(store: HistoryStore, *names: str) -> None:
+    for name in names:
+        store.put(name, TOKENS, rows(name, TOKENS))
+
+
+@contextmanager
+def second_layer_held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Its rows are not read before the event is set."""
+    go, read = threading.Event(), BlockFile.read
+
+    def waits(file: BlockFile, names: list[str], place: Place) -> Any:
+        assert "1.k" not in names or go.wait(600)
+        return read(file, names, place)
+
+    monkeypatch.setattr(BlockFile, "read", waits)
+    try:
+        yield go
+    finally:
+        go.set()
+
+
+@contextmanager
+def held_back(monkeypatch: pytest.MonkeyPatch, where: Any, name: str) -> Iterator[threading.Event]:
+    """Calls wait until the event is set, as it is at the end."""
+    go, action = threading.Event(), getattr(where, name)
+
+    def waits(*args: Any, **named: Any) -> Any:
+        assert go.wait(600)
+        return action(*args, **named)
+
+    monkeypatch.setattr(where, name, waits)
+    try:
+        yield go
+    finally:
+        go.set()
+
+
+def in_memory(store: HistoryStore, name: str) -> bool:
+    return any(block.rows is not None for block in store.contents.blocks[store._key(name)])
+
+
+def test_what_waits_to_be_written_is_read_from_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path, host=0, **THREADS) as store:
+        with held_back(monkeypatch, os, "fsync"):
+            put(store, "a", "b")
+            store.put("a", TOKENS[:6], rows("a", TOKENS[:6]))  # replaced before it was written
+            assert store.extend("a", 6, [7], rows("a", [7], 6))
+            found = store.get("a", [*TOKENS[:6], 7])
+            assert (found.tokens, found.tier) == (7, "disk")
+            assert right(found, "a", [*TOKENS[:6], 7])
+            assert right(store.get("b", TOKENS), "b", TOKENS)
+            assert store.statistics.read_bytes == 0
+            assert not list(tmp_path.rglob("*.safetensors"))
+            assert store.contents.saving.held == 2 * SIZE + (6 + 7) * TOKEN_BYTES
+        store.flush()
+        assert (store.contents.saving.held, in_memory(store, "a"), in_memory(store, "b")) == (0, False, False)
+        assert right(store.get("a", [*TOKENS[:6], 7]), "a", [*TOKENS[:6], 7])
+        assert store.statistics.read_bytes == 7 * TOKEN_BYTES
+        assert store.statistics.write_waits == 0
+        assert len(list(tmp_path.rglob("*.safetensors"))) == 2 + 1 + 3
+
+
+@pytest.mark.parametrize(("buffer", "waits"), [(0, True), (2 * SIZE, True), (3 * SIZE, False)])
+def test_a_full_write_buffer_makes_save_wait(buffer: int, waits: bool, tmp_path: Path) -> None:
+    with opened(tmp_path, host=0, write_buffer=buffer, **THREADS) as store:
+        store.contents.saving._worker.submit(partial(time.sleep, 0.1))  # the disk is busy
+        put(store, "a", "b", "c")
+        assert store.contents.saving.held <= buffer
+        assert bool(store.statistics.write_waits) == bool(store.statistics.write_wait_s) == waits
+
+
+def test_prefetching_runs_ahead_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path, host=2 * SIZE, **THREADS) as store:
+        put(store, "a", "b", "c", "d")
+        store.flush()
+        for name in "abcd":
+            store.enqueue(name)
+        assert [store.tier(name) for name in "abcd"] == ["disk", "disk", "host", "host"]
+        with held_back(monkeypatch, BlockFile, "read"):
+            store.prefetch()
+            assert [store.tier(name) for name in "abcd"] == ["host", "host", "disk", "disk"]
+            assert not in_memory(store, "a")
+            assert right(store.get("c", TOKENS), "c", TOKENS)  # on its way to disk, still in memory
+            loading = store.open("b", TOKENS)
+            assert loading is not None
+            loading.begin()
+            assert (loading.tier, store.statistics.hits["disk"]) == ("disk", 2)  # on its way to memory, still on disk
+        store.flush()
+        assert in_memory(store, "a")
+        assert store.statistics.read_bytes == 2 * SIZE
+        found = store.get("a", TOKENS)
+        assert (found.tier, store.statistics.read_bytes) == ("host", 2 * SIZE)
+        assert right(found, "a", TOKENS)
+
+
+def test_what_is_fetched_may_be_evicted_extended_and_dropped(tmp_path: Path) -> None:
+    """Whatever comes while a session is on its way up finds its rows."""
+    rng = random.Random(0)
+    known: dict[str, list[int]] = {}
+    before = set(threading.enumerate())
+    sizes = {"host": 40 * TOKEN_BYTES, "disk": 150 * TOKEN_BYTES, "policy": LRU()}
+    with opened(tmp_path, **sizes, write_buffer=30 * TOKEN_BYTES, **THREADS) as store:
+        for number in range(300):
+            name = f"s{rng.randrange(12)}"
+            tokens = known.setdefault(name, [])
+            store.enqueue(name)
+            if number % 3 == 0:
+                store.prefetch()
+            loading = store.open(name, tokens, rng.randrange(LAYERS + 1))
+            store.dequeue(name)
+            start = loading.tokens if loading else 0
+            assert start in (0, len(tokens))
+            new = [rng.randrange(500) for _ in range(rng.randrange(1, 9))]
+            if loading and rng.random() < 0.5:
+                store.put(f"t{number}", TOKENS, rows(f"t{number}", TOKENS))  # may drop the one that is loaded
+            if loading:
+                expected = rows(name, tokens)
+                assert all(torch.equal(one, expected[key]) for key, one in loading.all_layers()[0].items())
+            known[name] = [*tokens, *new] if len(tokens) < 30 else new
+            if len(tokens) >= 30 or not store.extend(name, start, new, rows(name, new, start)):
+                store.put(name, known[name], rows(name, known[name]))
+        assert store.statistics.lost == 0
+        assert store.statistics.hits["host"] > 20
+        assert store.statistics.hits["disk"] > 20
+        store.flush()
+        assert store.contents.disk
+        assert store.contents.disk.files.bytes <= store.contents.disk.files.capacity
+        assert not store.contents.fetches
+        for key, parts in store.contents.blocks.items():  # memory holds what lies in memory, and nothing else
+            assert {block.rows is None for block in parts} == {store.placement.tier(key) == "disk"}
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_layer_is_there_before_the_next_one_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path, host=0, **THREADS) as store, second_layer_held_back(monkeypatch) as go:
+        put(store, "a")
+        store.flush()
+        loading = store.open("a", [*TOKENS, 5])
+        assert loading is not None
+        assert (loading.tokens, loading.tier, loading.new) == (11, "disk", 1)
+        expected = rows("a", TOKENS)
+        first, rest = loading.layer(0)
+        assert rest == {}
+        assert {name: one.tolist() for name, one in first.items()} == {
+            name: expected[name].tolist() for name in ("0.k", "0.v")
+        }
+        go.set()
+        assert torch.equal(loading.layer(1)[0]["1.v"], expected["1.v"])
+        overlap = loading.finish()
+        assert overlap.exposed_s > 0
+        assert overlap.hidden_s <= overlap.load_s
+        assert store.statistics.load_s == overlap.load_s
+
+
+def test_the_default_buffer_is_what_the_prefill_cannot_hide() -> None:
+    speeds = MeasuredSpeeds()
+    assert speeds.read_buffer("host", 1000, 10, 5) == 10
+    speeds.loaded("host", 4000, 2.0)
+    assert speeds.read_buffer("host", 1000, 10, 5) == 10
+    speeds.prefilled(100, 5.0)
+    # S_buf = B (T_load L_hist - T_pref L_new) = 1000 - 2000 * 0.05 * new
+    assert [speeds.read_buffer("host", 1000, 10, new) for new in (0, 1, 5, 8, 10, 50)] == [10, 9, 5, 2, 0, 0]
+    assert speeds.read_buffer("disk", 1000, 10, 5) == 10
