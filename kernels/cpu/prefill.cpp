@@ -1,10 +1,10 @@
 // Computes causal attention of a prompt, whole or within a window, and the attention that each key receives (H2O).
 //
 // Keys and values of a KV head are packed once into blocks of 64; tasks of 32 queries then pass over the blocks up to
-// the diagonal with a running softmax. For column sums a task keeps its weights
-// until its maxima and totals are known, so nothing is computed twice and memory is linear in the stored tokens.
+// the diagonal with a running softmax, in bf16 on AMX tiles where there are any. For column sums a task keeps its
+// weights until its maxima and totals are known, so nothing is computed twice and memory is linear in the stored tokens.
+#include "amx.hpp"
 #include "calls.hpp"
-#include "tiles.hpp"
 
 namespace {
 
@@ -16,15 +16,17 @@ constexpr i32 NUMBERS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 struct Call : PrefillAttention {
     float log2_scale;  // softmax in powers of two
+    bool by_tiles;     // AMX
+    int64_t wide;      // channels with those that fill tiles up, which are zero: D in what follows
 };
 
 // Holds one KV head's keys and values in blocks: keys [words of D][64], values [words of 64][D].
 template <class T> struct Packed {
-    int64_t dim, block_words;
+    int64_t dim, wide, block_words;
     Buffer<uint32_t> k, v;
 
     Packed(const Call& call)
-        : dim(call.dim), block_words(KEYS * dim / T::PER_WORD),
+        : dim(call.dim), wide(call.wide), block_words(KEYS * wide / T::PER_WORD),
           k((call.stored + KEYS - 1) / KEYS * block_words), v(call.v ? k.size() : 0) {}
 
     void pack(const Call& call, const char* keys, const char* values, int64_t block) {
@@ -41,25 +43,26 @@ template <class T> struct Packed {
     void mix(const char* const* rows, int count, uint32_t* out, F32) {
         for (int i = 0; i < KEYS; i++)
             if (i < count)
-                std::memcpy(out + i * dim, rows[i], 4 * dim);
+                std::memcpy(out + i * wide, rows[i], 4 * dim);
             else
-                std::fill_n(out + i * dim, dim, 0);
+                std::fill_n(out + i * wide, dim, 0);
     }
     void mix(const char* const* rows, int count, uint32_t* out, BF16) {
         std::vector<bf16> none(dim);
         for (int i = 0; i < KEYS; i += 2) {
             const bf16* even_row = i < count ? (const bf16*)rows[i] : none.data();
             const bf16* odd_row = i + 1 < count ? (const bf16*)rows[i + 1] : none.data();
-            for (int c = 0; c < dim; c++) out[i / 2 * dim + c] = even_row[c] | (uint32_t)odd_row[c] << 16;
+            for (int c = 0; c < dim; c++) out[i / 2 * wide + c] = even_row[c] | (uint32_t)odd_row[c] << 16;
         }
     }
 };
 
 // Holds what one thread needs for a task.
 template <class T> struct Task {
+    using E = typename T::Element;
     const Call& call;
     const Packed<T>& packed;
-    int64_t dim, words;
+    int64_t dim, wide, words;
     Buffer<uint32_t> q;                  // [QUERIES][words]
     Buffer<float> acc;                   // [QUERIES][D]
     Buffer<uint32_t> kept;               // [blocks][QUERIES][words of KEYS]; one block unless column sums are wanted
@@ -71,7 +74,8 @@ template <class T> struct Task {
     static constexpr int WEIGHT_WORDS = KEYS / T::PER_WORD, BLOCK_WORDS = QUERIES * WEIGHT_WORDS;
 
     Task(const Call& call, const Packed<T>& packed)
-        : call(call), packed(packed), dim(call.dim), words(dim / T::PER_WORD), q(QUERIES * words), acc(QUERIES * dim) {
+        : call(call), packed(packed), dim(call.dim), wide(call.wide), words(wide / T::PER_WORD), q(QUERIES * words),
+          acc(QUERIES * wide) {
         int64_t blocks = call.sums ? packed.k.size() / packed.block_words : 1;
         kept.resize(blocks * BLOCK_WORDS);
         tops.resize(blocks * QUERIES);
@@ -81,7 +85,7 @@ template <class T> struct Task {
     void run(const char* from, char* to, float* sums, int64_t row, int64_t first, int count) {
         std::fill(q.begin(), q.end(), 0);
         std::fill(acc.begin(), acc.end(), 0.0f);
-        for (int m = 0; m < count; m++) std::memcpy(&q[m * words], from + (first + m) * call.q_token, 4 * words);
+        for (int m = 0; m < count; m++) std::memcpy(&q[m * words], from + (first + m) * call.q_token, dim * sizeof(E));
         std::fill_n(top, QUERIES, -INFINITY);
         std::fill_n(totals, QUERIES, f32{});
         int64_t place = call.first + first, end = std::clamp<int64_t>(place + count, 0, call.stored);
@@ -99,9 +103,9 @@ template <class T> struct Task {
             if (call.v) add_values(&packed.v[block * packed.block_words]);
         }
         for (int m = 0; m < count && call.v; m++) {
-            auto to_row = (typename T::Element*)(to + (first + m) * call.out_token);
+            auto to_row = (E*)(to + (first + m) * call.out_token);
             float total = sum(totals[m]), share = total > 0 ? 1 / total : 0;
-            for (int64_t c = 0; c < dim; c++) put(to_row + c, acc[m * dim + c] * share);
+            for (int64_t c = 0; c < dim; c++) put(to_row + c, acc[m * wide + c] * share);
         }
         for (int m = 0; m < count && call.lse; m++)
             call.lse[row + m] = (top[m] + std::log2(sum(totals[m]))) * (float)M_LN2;
@@ -109,6 +113,11 @@ template <class T> struct Task {
     }
 
     void multiply_keys(const uint32_t* keys) {
+        if (call.by_tiles) {
+            for (int n = 0; n < KEYS; n += 32)
+                multiply_tiles<false>(q.data(), words, keys + n, KEYS, logits[0] + n, KEYS, words / LANES);
+            return;
+        }
         for (int m = 0; m < QUERIES; m += TILE_ROWS) {
             const uint32_t* rows[TILE_ROWS];
             f32 tile[TILE_ROWS][VECTORS] = {};
@@ -148,12 +157,17 @@ template <class T> struct Task {
 
     void raise(int m, float best) {
         float shrink = std::exp2(top[m] - best);
-        for (int64_t c = 0; c < dim; c += LANES) store(&acc[m * dim + c], load<f32>(&acc[m * dim + c]) * shrink);
+        for (int64_t c = 0; c < dim; c += LANES) store(&acc[m * wide + c], load<f32>(&acc[m * wide + c]) * shrink);
         totals[m] *= shrink;
         top[m] = best;
     }
 
     void add_values(const uint32_t* values) {
+        if (call.by_tiles) {
+            for (int64_t n = 0; n < wide; n += 32)
+                multiply_tiles<true>(weights, WEIGHT_WORDS, values + n, wide, &acc[n], wide, WEIGHT_WORDS / LANES);
+            return;
+        }
         int64_t c = 0;
         for (; c + 4 * LANES <= dim; c += 4 * LANES) add_channels<4>(values, c);
         for (; c < dim; c += LANES) add_channels<1>(values, c);
@@ -164,11 +178,11 @@ template <class T> struct Task {
             f32 tile[TILE_ROWS][V];
             for (int r = 0; r < TILE_ROWS; r++) {
                 rows[r] = weights + (m + r) * WEIGHT_WORDS;
-                for (int i = 0; i < V; i++) tile[r][i] = load<f32>(&acc[(m + r) * dim + c + i * LANES]);
+                for (int i = 0; i < V; i++) tile[r][i] = load<f32>(&acc[(m + r) * wide + c + i * LANES]);
             }
-            multiply<T, V>(rows, values + c, dim, WEIGHT_WORDS, tile);
+            multiply<T, V>(rows, values + c, wide, WEIGHT_WORDS, tile);
             for (int r = 0; r < TILE_ROWS; r++)
-                for (int i = 0; i < V; i++) store(&acc[(m + r) * dim + c + i * LANES], tile[r][i]);
+                for (int i = 0; i < V; i++) store(&acc[(m + r) * wide + c + i * LANES], tile[r][i]);
         }
     }
 
@@ -219,6 +233,7 @@ template <class T> void run_head(const Call& call, Packed<T>& packed, int64_t b,
 #pragma omp for schedule(static)
         for (int64_t block = 0; block < blocks; block++) packed.pack(call, keys, values, block);
         auto task = std::make_unique<Task<T>>(call, packed);
+        Tiles tiles(call.by_tiles);
         float* thread_sums = call.sums ? &sums[omp_get_thread_num() * sums_size] : nullptr;
 #pragma omp for schedule(static, 1)
         for (int64_t i = tasks - 1; i >= 0; i--) {  // the longest first
@@ -234,7 +249,9 @@ template <class T> void run_head(const Call& call, Packed<T>& packed, int64_t b,
     for (size_t i = 0; i < sums.size(); i++) to[i % sums_size] += sums[i];
 }
 
-template <class T> void run(const Call& call) {
+template <class T> void run(const PrefillAttention& in) {
+    bool by_tiles = uses_tiles<T>();
+    Call call{in, (float)in.scale * (float)M_LOG2E, by_tiles, by_tiles ? (in.dim + 31) / 32 * 32 : in.dim};
     Packed<T> packed(call);
     for (int64_t pair = 0; pair < call.batch * call.groups; pair++)
         run_head<T>(call, packed, pair / call.groups, pair % call.groups);
@@ -244,15 +261,18 @@ template <class T> void run(const Call& call) {
 
 // Computes attention, and adds what the keys receive to the sums.
 EXPORT void prefill_attention(const PrefillAttention& in) {
-    Call call{in, (float)in.scale * (float)M_LOG2E};
-    in.is_bf16 ? run<BF16>(call) : run<F32>(call);
+    in.is_bf16 ? run<BF16>(in) : run<F32>(in);
 }
 
 // Says whether this was built for vectors this wide; with narrower ones torch's attention is faster.
-EXPORT int64_t has_wide_vectors() {
+EXPORT int64_t is_fast_in_float32() {
 #if defined(__AVX512F__)
     return 1;
 #else
     return 0;
 #endif
 }
+EXPORT int64_t is_fast_in_bfloat16() { return has_tiles() || is_fast_in_float32(); }
+
+// Says whether torch's attention multiplies bf16 on tiles, by MKL, and ours does not.
+EXPORT int64_t is_faster_in_torch() { return torch_alone_has_tiles("MKL_ENABLE_INSTRUCTIONS"); }

@@ -35,9 +35,15 @@ class PrefillAttention(Struct):
 _library = load(
     "prefill",
     Function("prefill_attention", PrefillAttention),
-    Function("has_wide_vectors", returns="int64_t"),
+    Function("is_fast_in_float32", returns="int64_t"),
+    Function("is_fast_in_bfloat16", returns="int64_t"),
+    Function("is_faster_in_torch", returns="int64_t"),
 )
-_WIDE = bool(_library.has_wide_vectors())
+FAST = {
+    torch.float32: bool(_library.is_fast_in_float32()),
+    torch.bfloat16: bool(_library.is_fast_in_bfloat16()),
+}
+_FASTER_IN_TORCH = bool(_library.is_faster_in_torch())
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -52,16 +58,15 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def prefill_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
-    refusal = _unfit(q, k, v)
-    if refusal is None and q.shape[2] == 1:
-        return decode.segment_attention_refuses(q, [Segment(k, v)], scale)
-    return refusal
+    if q.dtype is torch.bfloat16 and q.shape[2] > 1 and _FASTER_IN_TORCH:
+        return "leaves bfloat16 to torch, which has AMX: this build has none (KV_HARNESS_MARCH)"
+    return prefill_attention_with_column_sums_refuses(q, k, v, scale)
 
 
 def _unfit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    if q.is_cuda or q.dtype not in (torch.float32, torch.bfloat16):
+    if q.is_cuda or q.dtype not in FAST:
         return f"takes float32 and bfloat16 on the CPU, got {q.dtype} on {q.device}"
-    if not _WIDE:
+    if not FAST[q.dtype]:
         return "needs AVX-512: torch's own attention is faster without"
     if q.shape[3] % 16:
         return f"needs a head size that 16 divides, got {q.shape[3]}"
@@ -81,7 +86,7 @@ def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def column_sums_refuses(q: Tensor, k: Tensor, scale: float) -> str | None:
-    return prefill_attention_refuses(q, k, k, scale)
+    return prefill_attention_with_column_sums_refuses(q, k, k, scale)
 
 
 def prefill_attention_with_column_sums(
@@ -100,7 +105,10 @@ def prefill_attention_with_column_sums(
 def prefill_attention_with_column_sums_refuses(
     q: Tensor, k: Tensor, v: Tensor, scale: float
 ) -> str | None:
-    return prefill_attention_refuses(q, k, v, scale)
+    refusal = _unfit(q, k, v)
+    if refusal is None and q.shape[2] == 1:
+        return decode.segment_attention_refuses(q, [Segment(k, v)], scale)
+    return refusal
 
 
 def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,8 @@
 #pragma once
 #include <array>
 
+#include "amx.hpp"
 #include "calls.hpp"
-#include "tiles.hpp"
 
 inline int64_t whole_lines(int64_t count, int64_t width) { return (count + width - 1) / width * width; }
 
@@ -56,8 +56,9 @@ template <class T> struct Panels {
 
 // Computes c[32][32] = or += a[32][words] times b[words][32]; strides are in words.
 template <class T, bool ADD>
-void multiply_block(const uint32_t* a, int64_t stride, const uint32_t* b, int64_t words, float* c) {
+void multiply_block(const uint32_t* a, int64_t stride, const uint32_t* b, int64_t words, float* c, bool by_tiles) {
     constexpr int ROWS = 8;
+    if (by_tiles) return multiply_tiles<ADD>(a, stride, b, WIDE, c, WIDE, words / LANES);
     for (int m = 0; m < TALL; m += ROWS, c += ROWS * WIDE) {
         f32 sum[ROWS][2] = {};
         if (ADD)
@@ -94,7 +95,7 @@ template <class E> struct Rows {
 
 // Calls emit(row, panel, sums [2][32] of this row and the next) for `rows` rows of a [in].
 template <class T, class F>
-void products(const Rows<typename T::Element>& a, int64_t rows, const Panels<T>& by, F emit) {
+void products(const Rows<typename T::Element>& a, int64_t rows, const Panels<T>& by, bool by_tiles, F emit) {
     static thread_local Buffer<float> sums_room;
     float* sums = room(sums_room, whole_lines(rows, TALL) * WIDE);
     int64_t stride = a.stride / T::PER_WORD, parts = (by.words + MOST_WORDS - 1) / MOST_WORDS;
@@ -106,8 +107,8 @@ void products(const Rows<typename T::Element>& a, int64_t rows, const Panels<T>&
             for (int64_t m = 0; m < rows; m += TALL) {
                 float* c = sums + m * WIDE;
                 const uint32_t* from = (const uint32_t*)a[m] + k;
-                k ? multiply_block<T, true>(from, stride, b, words, c)
-                  : multiply_block<T, false>(from, stride, b, words, c);
+                k ? multiply_block<T, true>(from, stride, b, words, c, by_tiles)
+                  : multiply_block<T, false>(from, stride, b, words, c, by_tiles);
                 if (k + words < by.words) continue;
                 add_bias<typename T::Element>(c, &by.outputs[2 * panel]);
                 for (int r = 0; r < TALL; r += 2) emit(m + r, panel, c + r * WIDE);
@@ -115,7 +116,7 @@ void products(const Rows<typename T::Element>& a, int64_t rows, const Panels<T>&
         }
 }
 
-// Packs all panels, then calls run(first row, rows) for all rows, in parallel.
+// Packs all panels, then calls run(first row, rows, whether on tiles) for all rows, in parallel.
 template <class T, size_t N, class F> void in_slabs(std::array<Panels<T>*, N> panels, int64_t rows, F run) {
     static thread_local Buffer<uint32_t> packed;
     int64_t size = 0, threads = omp_get_max_threads(), most = SLAB_BYTES / sizeof(typename T::Element);
@@ -124,6 +125,7 @@ template <class T, size_t N, class F> void in_slabs(std::array<Panels<T>*, N> pa
     for (auto p : panels) p->packed = to, to += p->size();
     int64_t slabs = whole_lines((rows + most - 1) / most, threads);
     int64_t slab = whole_lines((rows + slabs - 1) / slabs, TALL);
+    bool by_tiles = uses_tiles<T>();
 #pragma omp parallel num_threads(threads)
     {
         for (auto p : panels) {
@@ -131,7 +133,8 @@ template <class T, size_t N, class F> void in_slabs(std::array<Panels<T>*, N> pa
             for (int64_t i = 0; i < p->count(); i++) p->pack(i);
         }
 #pragma omp barrier
+        Tiles tiles(by_tiles);
 #pragma omp for schedule(dynamic)
-        for (int64_t first = 0; first < rows; first += slab) run(first, std::min(slab, rows - first));
+        for (int64_t first = 0; first < rows; first += slab) run(first, std::min(slab, rows - first), by_tiles);
     }
 }

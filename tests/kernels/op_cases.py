@@ -215,7 +215,8 @@ def windowed() -> Iterator[OpCase]:
 
 
 def prefill_attention() -> Iterator[OpCase]:
-    for name, (batch, heads, groups, dim, count) in SHAPES.items():
+    others = {"gqa2-dim80": (2, 4, 2, 80, 97)}
+    for name, (batch, heads, groups, dim, count) in (SHAPES | others).items():
         for new in sorted({count, max(1, count // 3), 1}):
             q = random(1, batch, new, heads, dim).transpose(1, 2)  # as the model hands it over
             k, v = stored(2, batch, groups, count, dim), stored(3, batch, groups, count, dim)

@@ -1,0 +1,76 @@
+"""The arithmetic of AMX tiles in plain C++, built for a processor without them: so it is held on every machine."""
+
+from __future__ import annotations
+
+import platform
+from importlib.util import find_spec, module_from_spec
+from types import ModuleType
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from kernels import block as reference
+from kernels import ops
+from kernels.dispatch import REFERENCE
+from tests.kernels.op_cases import OpCase, cases, converted
+from tests.kernels.test_block import close, drawn
+
+OPS = {op.name: op for op in ops.ALL}
+COMPUTED = ("prefill_attention", "prefill_attention_with_column_sums", "column_sums", "windowed_attention")
+BF16 = torch.bfloat16
+PROMPTS = ("long-qwen3-prompt", "long-wide-prompt")  # which the compiled products take
+
+
+def built(name: str) -> ModuleType:
+    """Return a second instance of a module of kernels.cpu, with a library of its own that computes tiles in C++."""
+    pytest.importorskip(f"kernels.cpu.{name}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KV_HARNESS_PLAIN_TILES", "1")
+        if platform.machine() == "x86_64":
+            patch.setenv("KV_HARNESS_MARCH", "x86-64-v3")
+        spec = find_spec(f"kernels.cpu.{name}")
+        assert spec is not None
+        assert spec.loader is not None
+        module = module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except ImportError as error:  # a compiler that does not know this processor
+            pytest.skip(str(error))
+    assert module.FAST[BF16]
+    return module
+
+
+@pytest.fixture(scope="module")
+def prefill() -> ModuleType:
+    return built("prefill")
+
+
+@pytest.fixture(scope="module")
+def block() -> ModuleType:
+    return built("block")
+
+
+@pytest.mark.parametrize("case", [case for case in cases() if case.op in COMPUTED], ids=str)
+def test_attention_on_tiles_equals_its_definition(case: OpCase, prefill: ModuleType) -> None:
+    args = converted(case.args, BF16)
+    if reason := getattr(prefill, f"{case.op}_refuses")(*args):
+        pytest.skip(reason)
+    got = getattr(prefill, case.op)(*args)
+    wanted = OPS[case.op].backend(REFERENCE).run(*converted(args, torch.float64))
+    pairs = [(got, wanted)] if isinstance(got, torch.Tensor) else zip(got, wanted, strict=True)
+    for ours, theirs in pairs:
+        assert torch.equal(ours.isinf(), theirs.isinf())
+        ours, theirs = (x.double().masked_fill(x.isinf(), 0) for x in (ours, theirs))
+        assert_close(ours, theirs, atol=2e-2 * max(1, float(theirs.abs().max())), rtol=0)
+
+
+@pytest.mark.parametrize("shape", PROMPTS)
+def test_products_on_tiles_equal_plain_torch(shape: str, block: ModuleType) -> None:
+    weights, *inputs = drawn(shape, BF16)
+    theirs = reference.attention_inputs(inputs[0], weights, *inputs[1:])
+    assert block.attention_inputs_refuses(inputs[0], weights, *inputs[1:]) is None
+    for one, other in zip(block.attention_inputs(inputs[0], weights, *inputs[1:]), theirs, strict=True):
+        close(one, other)
+    attended = theirs[1]
+    close(block.block_output(inputs[0], attended, weights), reference.block_output(inputs[0], attended, weights))
