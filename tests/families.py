@@ -18,10 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from harness.engine.attach import attached
-from harness.engine.batch.running import RunningBatch
+from harness import Engine, RunningBatch, attached
 from harness.engine.cache import UnsupportedError
-from harness.engine.engine import Engine
 from harness.models.base import ModelError
 from harness.models.hub import HuggingFace
 from harness.models.random import byte_tokenizer
@@ -49,7 +47,7 @@ FAMILIES = {  # as the table calls them -> the model of tests/tiny.py
     "gpt-oss": "gpt_oss",
 }
 METHODS = list({type(small(name)): name for name in reversed(NAMES) if name != "kvpress"}.values())[::-1]
-LENGTHS, CHUNK, SHARE, NEW = (61, 47, 80), 19, 0.4, 12
+LENGTHS, CHUNK, SHARE, NEW = (61, 47, 80), 19, 0.4, 8
 TABLE = Path(__file__).parents[1] / "results" / "published" / "families.csv"
 REFUSALS = (BudgetError, ModelError, UnsupportedError)
 RUNS = "runs"

@@ -24,10 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 os.environ["TRITON_INTERPRET"] = "1"
 from triton.runtime import interpreter
 
+from harness import Engine, RunningBatch, attached
 from harness.engine import forward
-from harness.engine.attach import attached
-from harness.engine.batch.running import RunningBatch
-from harness.engine.engine import Engine
 from harness.engine.forward import BlockForward
 from kernels.dispatch import use_backend
 from methods.kivi import Kivi
@@ -124,10 +122,7 @@ class LaunchRecorder(DispatchRecorder):
             finally:
                 self._layer = None
 
-        with (
-            patch.object(interpreter.GridExecutor, "__call__", launch),
-            patch.object(BlockForward, "_layer", layer),
-        ):
+        with patch.object(interpreter.GridExecutor, "__call__", launch), patch.object(BlockForward, "_layer", layer):
             yield
 
 

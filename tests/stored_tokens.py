@@ -26,11 +26,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from harness import Engine, attached
 from harness.config.catalogue import entries, flatten
 from harness.config.plugins import build
 from harness.config.settings import WITHOUT_EFFECT, recorded_defaults
-from harness.engine.attach import attached
-from harness.engine.engine import Engine
 from harness.results.identity import CORE_VERSION
 from kernels.dispatch import use_backend
 from methods.base import Method

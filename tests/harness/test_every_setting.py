@@ -231,12 +231,7 @@ def test_every_key_of_simulate_changes_something() -> None:
     assert not same
 
 
-SERVED: dict[str, Other] = {
-    "rate": Other(2.0),
-    "think_s": Other(9.0),
-    "slots": Other(2),
-    "clock": Other("busy"),
-}
+SERVED: dict[str, Other] = {"rate": Other(2.0), "think_s": Other(9.0), "slots": Other(2), "clock": Other("busy")}
 
 
 @pytest.mark.parametrize("key", SERVED)

@@ -45,9 +45,7 @@ def python(*arguments: str, **environment: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "dtypes",
-    [["bfloat16"], pytest.param(["bfloat16", "float32"], marks=pytest.mark.slow)],
-    ids=["bf16", "all"],
+    "dtypes", [["bfloat16"], pytest.param(["bfloat16", "float32"], marks=pytest.mark.slow)], ids=["bf16", "all"]
 )
 def test_every_kernel_compiles_for_hopper(dtypes: list[str]) -> None:
     """Triton keeps what it compiled: a kernel that has not changed since is not compiled again."""

@@ -207,10 +207,7 @@ def test_a_sequence_too_short_for_its_count_is_left_to_torch(backend: str) -> No
         pytest.importorskip("triton")
     scores = Ragged([random(1, 1, 2, size) for size in (9, 9, 9, 9, 2)])
     for count in (5, PerSequence((1, 1, 1, 1, 3))):
-        with (
-            use_backend(backend),
-            pytest.raises((RuntimeError, IndexError), match=r"range|count|beyond"),
-        ):
+        with use_backend(backend), pytest.raises((RuntimeError, IndexError), match=r"range|count|beyond"):
             ops.top_k(scores, count)
 
 

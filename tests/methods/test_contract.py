@@ -71,10 +71,12 @@ def small(name: str) -> Method:
     return method
 
 
-in_each_place = pytest.mark.parametrize(
-    ("name", "placement"),
-    [(name, place) for name in NAMES for place in ("device", "host") if place == "device" or small(name).offloads],
-)
+def in_places(*places: str) -> list[tuple[str, str]]:
+    """Return every method with each of these places that it can keep rows in."""
+    return [(name, place) for name in NAMES for place in places if place == "device" or small(name).offloads]
+
+
+in_each_place = pytest.mark.parametrize(("name", "placement"), in_places("device", "host"))
 
 
 def attach(method: Method, budget: float | None, architecture: str = "llama", placement: str = "device") -> Any:
@@ -150,7 +152,7 @@ def assert_same(steps: list[Step], wanted: list[Step]) -> None:
 def test_a_budget_that_covers_everything_gives_fulls_logits(name: str, architecture: str) -> None:
     ids = prompt(61)
     wanted = full_run(61, architecture)
-    for budget in (1.0, 10_000):
+    for budget in (1.0, 10_000) if architecture == "llama" else (1.0,):
         steps = run(small(name), ids, budget, architecture=architecture)
         assert_same(steps, wanted)
         assert steps[-1].attended == [(61, 5)] * 3

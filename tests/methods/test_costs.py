@@ -18,7 +18,8 @@ from methods.parts import costs
 from methods.shadowkv import ShadowKV
 from methods.tiers.codec import Codec, IntCodec
 from methods.tiers.codecs import codec_of
-from tests.methods.test_contract import NAMES, _yaml, small
+from tests.methods.test_contract import _yaml, in_places, small
+from tests.quick import slow_if
 from tests.tiny import prompt, tiny
 
 LENGTH, RESERVE = 400, 3
@@ -89,27 +90,29 @@ def assert_near(real: Cost, formula: Cost, read: float | None = 0.02) -> None:
         assert real.read_bytes_per_step == pytest.approx(formula.read_bytes_per_step, rel=read)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("placement", ["device", "host", "disk"])
-@pytest.mark.parametrize("budget", [Budget(0.2), Budget(150), Budget(0.3, dense_layers=(2,)), Budget(1.0)], ids=str)
-def test_the_formula_is_what_is_held_and_moved(name: str, placement: str, budget: Budget) -> None:
-    method = method_of(name)
-    if placement != "device" and not method.offloads:
-        pytest.skip(f"keeps nothing on the {placement}")
-    assert_near(*measured(method, budget, placement))
+BUDGETS = Budget(0.2), Budget(150), Budget(0.3, dense_layers=(2,)), Budget(1.0)
+# in files there are as many bytes as in host memory
+CASES = [(*case, budget) for case in in_places("device", "host", "disk") for budget in BUDGETS]
+
+
+@pytest.mark.parametrize("case", slow_if(lambda case: case[1] == "disk" and case[2] != BUDGETS[0], CASES), ids=str)
+def test_the_formula_is_what_is_held_and_moved(case: tuple[str, str, Budget]) -> None:
+    name, placement, budget = case
+    assert_near(*measured(method_of(name), budget, placement))
 
 
 PER_HEAD = ("adakv", "ada_pyramid", "kvzip")  # how many tokens of a head fill no block is as the votes fall
+BITS = {"device": 4, "host": 2, "disk": 8}
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not KeptCodec.refusal(small(name))])
-@pytest.mark.parametrize(("placement", "bits"), [("device", 4), ("host", 2), ("disk", 8)])
-def test_the_formula_knows_the_codec(name: str, placement: str, bits: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "placement"), [case for case in in_places(*BITS) if not KeptCodec.refusal(small(case[0]))]
+)
+def test_the_formula_knows_the_codec(name: str, placement: str) -> None:
     """How many of the last tokens are chosen, which fill no block and so are exact, depends on the text."""
-    if placement != "device" and not method_of(name).offloads:
-        pytest.skip(f"keeps nothing on the {placement}")
     if name not in PER_HEAD:
-        assert_near(*measured(method_of(name), Budget(0.2), placement, IntCodec(bits=bits, group=16)), read=0.08)
+        few_bits = IntCodec(bits=BITS[placement], group=16)
+        assert_near(*measured(method_of(name), Budget(0.2), placement, few_bits), read=0.08)
     assert_near(*measured(method_of(name), Budget(0.2), placement, codec_of("tq3q")))
 
 

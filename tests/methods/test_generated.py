@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.engine.attach import attached
-from harness.engine.engine import Engine
+from harness import Engine, attached
 from harness.engine.saved_state import Snapshot
 from methods.abilities import ability, asked, refuse
 from methods.abilities.bounded_answer import BoundedAnswer, CountedAnswer

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.engine.attach import attached
-from harness.engine.engine import Engine
+from harness import Engine, attached
 from kernels.dispatch import use_backend
 from methods.base import Method
 from methods.base.pieces import TOKENS_AT_ONCE

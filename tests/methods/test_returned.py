@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.engine.attach import attached
-from harness.engine.engine import Engine
+from harness import Engine, attached
 from methods.abilities import ability
 from methods.abilities.bounded_answer import BoundedAnswer, CountedAnswer
 from methods.abilities.kept_codec import KeptCodec
@@ -175,10 +174,10 @@ def test_what_is_right_runs(policy: Any) -> None:
 
 
 def places(method: Method) -> Iterator[tuple[str, IntCodec | None]]:
-    for placement in ("device", "host", "disk") if method.offloads else ("device",):
+    for placement in ("device", "host") if method.offloads else ("device",):
         yield placement, None
-        if not KeptCodec.refusal(method):
-            yield placement, IntCodec(bits=4, group=8)
+    if not KeptCodec.refusal(method):
+        yield placement, IntCodec(bits=4, group=8)
 
 
 OTHERS = {  # that choose in another way than their yaml's

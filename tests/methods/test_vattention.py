@@ -13,9 +13,7 @@ from scipy.stats import binomtest
 from torch import Tensor
 from torch.testing import assert_close
 
-from harness.engine.attach import attached
-from harness.engine.batch.running import RunningBatch
-from harness.engine.engine import Engine
+from harness import Engine, RunningBatch, attached
 from kernels.dispatch import use_backend
 from methods.base import AttnInput
 from methods.vattention import VAttention

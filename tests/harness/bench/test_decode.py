@@ -141,11 +141,7 @@ def test_a_budget_that_does_not_fit_is_a_row_that_says_so(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--methods", "quset"], "did you mean quest?"),
-        (["--tokens", "9000"], "window of 8192"),
-    ],
+    ("words", "said"), [(["--methods", "quset"], "did you mean quest?"), (["--tokens", "9000"], "window of 8192")]
 )
 def test_a_wrong_command_line_is_one_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["decode", *words]) == 2

@@ -13,10 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness import Engine, RunningBatch, attached
 from harness.config.settings import SettingsError
-from harness.engine.attach import attached
-from harness.engine.batch.running import RunningBatch
-from harness.engine.engine import Engine
 from harness.engine.hf import routed
 from harness.engine.saved_state import Snapshot
 from harness.prompts.stops import StopRule

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.engine.attach import attached
-from harness.engine.engine import Engine
+from harness import Engine, attached
 from harness.engine.footprint import footprint
 from harness.engine.trace import Tracer
 from methods.base import CacheState, Method

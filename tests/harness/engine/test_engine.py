@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from harness import Engine, RunningBatch, attached
 from harness.engine import engine as engine_module
 from harness.engine import graph as graph_module
-from harness.engine.attach import attached
 from harness.engine.batch import running as running_module
 from harness.engine.batch import running_sequence as slot_module
-from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.running_sequence import UNION_EVERY, Generation, RunningSequence
-from harness.engine.engine import Engine
 from harness.engine.hf import KVCache
 from harness.engine.sampling import Greedy, Sampled
 from kernels.dispatch import use_backend

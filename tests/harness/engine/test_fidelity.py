@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.engine.attach import attached
+from harness import Engine, attached
 from harness.engine.batch.running_sequence import Generation
-from harness.engine.engine import Engine
 from harness.engine.fidelity import Fidelity
 from methods.base import AttnInput, Budget, Method
 from methods.full import Full

@@ -24,7 +24,7 @@ from methods.abilities import ability
 from methods.abilities.bounded_answer import CountedAnswer
 from methods.abilities.repeat import Repeat
 from methods.full import Full
-from tests.methods.test_contract import NAMES, attach, small, walked
+from tests.methods.test_contract import attach, in_places, small, walked
 from tests.quick import mostly_slow
 from tests.tiny import eager, prompt, tiny
 from tests.warned import all_warnings
@@ -243,11 +243,13 @@ def test_further_turns_go_on_with_the_cache_that_came_back(padding: int) -> None
     assert lengths == ([sum(TURNS) + 3 * NEW - 1 - short for short in (0, 3 * padding)] if padding else [123])
 
 
-PLACED = [
-    (name, place) for name in NAMES for place in ("device", "host", "disk") if place == "device" or small(name).offloads
-]
 IN_PLACES = mostly_slow(
-    PLACED, ("kvzip", "device"), ("tova", "device"), ("infinigen", "host"), ("full_offloaded", "disk"), ("kivi", "disk")
+    in_places("device", "host", "disk"),
+    ("kvzip", "device"),
+    ("tova", "device"),
+    ("infinigen", "host"),
+    ("full_offloaded", "disk"),
+    ("kivi", "disk"),
 )
 
 

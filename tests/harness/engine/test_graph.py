@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.engine.attach import Attachment, attached
-from harness.engine.batch.running import RunningBatch
+from harness import Engine, RunningBatch, attached
+from harness.engine.attach import Attachment
 from harness.engine.batch.running_sequence import UNCLOCKED, After, Generation, RunningSequence
-from harness.engine.engine import Engine
 from harness.engine.graph import CaptureBroke, CapturedStep, CudaGraphs, StepCapture
 from harness.engine.trace import Tracer
 from harness.prompts.teacher import Forced

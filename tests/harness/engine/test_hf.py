@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from harness.engine.attach import attached
+from harness import Engine, attached
 from harness.engine.cache import UnsupportedError
-from harness.engine.engine import Engine
 from harness.engine.forward import BlockForward, ForwardError, join_weights
 from harness.engine.hf import NAME, layer_specs, routed
 from kernels.rope import rotate

@@ -12,8 +12,7 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("kernels are compiled here, and not counted", allow_module_level=True)
 
-from harness.engine.batch.running import RunningBatch
-from harness.engine.engine import Engine
+from harness import Engine, RunningBatch
 from kernels.dispatch import use_backend
 from tests.generated_pages import code
 from tests.launches import COUNTED, HEAD, METHODS, OUTSIDE, PAGE, SEQUENCES, attached_to, launches_of

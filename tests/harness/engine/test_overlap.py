@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from harness.engine.attach import Attachment, attached
-from harness.engine.batch.running import RunningBatch
+from harness import Engine, RunningBatch, attached
+from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
-from harness.engine.engine import Engine
 from harness.engine.footprint import footprint
 from methods.base import Method
 from methods.kivi import Kivi

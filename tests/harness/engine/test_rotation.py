@@ -12,10 +12,9 @@ from torch.nn.functional import pad
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from harness.engine.attach import attached, observer
-from harness.engine.batch.running import RunningBatch
+from harness import Engine, RunningBatch, attached
+from harness.engine.attach import observer
 from harness.engine.cache import KVCache, UnsupportedError
-from harness.engine.engine import Engine
 from harness.engine.hf import channel_pairing, layer_specs
 from harness.engine.pairing import Angles, Pairing
 from harness.engine.rotation import AT_ONCE, rotation_table
@@ -25,7 +24,7 @@ from tests.methods.test_contract import Step, small, turn
 from tests.tape import Tape
 from tests.tiny import BORDER, SHAPE, by_length, fresh, prompt, tiny
 
-NEW = 16
+NEW = 10
 LENGTHS = (40, 60, BORDER - 1, BORDER, BORDER + 1, 100)  # below the border, across it while decoding, and above it
 CASES = [("phi3", "longrope"), ("phi4", "longrope"), ("llama", "longrope"), ("llama", "dynamic"), ("qwen3", "dynamic")]
 PHI = ("phi3", "phi4")  # transformers drops the cache of their texts where these outgrow the original length

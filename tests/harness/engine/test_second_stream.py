@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.engine.attach import attached
-from harness.engine.engine import Engine
+from harness import Engine, attached
 from kernels.dispatch import use_backend
 from kernels.step_inputs import CaptureError
 from methods.tiers import transfer

@@ -15,10 +15,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from harness import Engine, RunningBatch, attached
 from harness.config.settings import Settings, SettingsError
-from harness.engine.attach import attached
-from harness.engine.batch.running import RunningBatch
-from harness.engine.engine import Engine
 from harness.jobs import machine
 from harness.jobs.evaluate import _placed
 from harness.jobs.prefill import Usage
@@ -32,18 +30,14 @@ from methods.base import Method
 from methods.full import Full
 from methods.snapkv import SnapKV
 from tests.fast import MODEL
-from tests.methods.test_contract import NAMES, small
+from tests.methods.test_contract import in_places, small
 from tests.other_device import CPU, OTHER, move_layers, other_device
+from tests.quick import slow_if
 from tests.tiny import prompt, tiny
 
 FIRST = 1  # layer on the second device
 QUICK = ("full", "h2o", "infinigen", "kivi", "lm_infinite", "pqcache", "shadowkv", "streaming")
-PLACES = [
-    pytest.param(name, placement, marks=[pytest.mark.slow] * (name not in QUICK))
-    for name in NAMES
-    for placement in ("device", "host")
-    if placement == "device" or small(name).offloads
-]
+PLACES = slow_if(lambda case: case[0] not in QUICK, in_places("device", "host"))
 
 
 @cache
@@ -65,8 +59,9 @@ def answer(model: PreTrainedModel, method: Method, placement: str = "device") ->
         return Engine(kv, prefill_chunk=None).generate(prompt(90), max_new_tokens=6).tokens
 
 
-@pytest.mark.parametrize(("name", "placement"), PLACES)
-def test_every_method_gives_the_tokens_of_one_device(name: str, placement: str) -> None:
+@pytest.mark.parametrize("case", PLACES, ids="-".join)
+def test_every_method_gives_the_tokens_of_one_device(case: tuple[str, str]) -> None:
+    name, placement = case
     with other_device():
         both = answer(split("llama"), small(name), placement)
     assert both == answer(tiny("llama"), small(name), placement)

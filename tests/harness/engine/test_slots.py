@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.engine.attach import Attachment, attached
+from harness import Engine, RunningBatch, attached
+from harness.engine.attach import Attachment
 from harness.engine.attach_options import AttachOptions
-from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.running_sequence import Generation, Stop
-from harness.engine.engine import Engine
 from harness.engine.sampling import Sampled, Sampler
 from harness.prompts.teacher import Forced
 from kernels.dispatch import use_backend

@@ -16,13 +16,12 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from harness.engine.attach import Attachment, attached
+from harness import Engine, RunningBatch, attached
+from harness.engine.attach import Attachment
 from harness.engine.attach_options import AttachOptions
 from harness.engine.batch.cache import CHECKED, SlotsCache
-from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.running_sequence import Generation, RunningSequence
 from harness.engine.cache import KVCache
-from harness.engine.engine import Engine
 from harness.engine.trace import Tracer
 from kernels.step_inputs import StepInputs, record_input, recording_inputs
 from methods.base import Method
@@ -352,7 +351,7 @@ def test_two_batches_of_an_engine_do_not_share_a_step_that_one_is_using() -> Non
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("name", slow_if(lambda name: name not in QUICK, TOGETHER))
 def test_a_budget_that_needs_more_room_is_another_size(name: str) -> None:
     """Of 180 and 231 tokens, whose powers of two are the same: 0.3 of them are on both sides of 64."""
     with attach_compiled(name, 0.3) as kv:

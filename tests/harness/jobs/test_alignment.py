@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 
+from harness import Engine, attached, evaluate
 from harness.commands.report import main as report
 from harness.config.settings import CommonWindows, Results, Settings, SettingsError
-from harness.engine.attach import attached
 from harness.engine.batch.running_sequence import never
-from harness.engine.engine import Engine
 from harness.jobs.alignment import AlignedBudget, AlignedBytes, shapes
-from harness.jobs.evaluate import evaluate
 from harness.jobs.job import Job
 from harness.jobs.resolve import codec_of, resolve
 from methods.base import BudgetError, Method
@@ -25,7 +23,7 @@ from methods.sparq import SparQ
 from methods.tiers.codec import IntCodec
 from methods.tova import TOVA
 from tests.fast import MODEL, PQ, STREAMING, niah
-from tests.methods.test_contract import NAMES, small
+from tests.methods.test_contract import in_places, small
 from tests.tiny import prompt, tiny
 
 INFO = MODEL.describe()
@@ -40,17 +38,20 @@ def plan(folder: Path, method: Method = PQ, **changes: Any) -> Job:
     return Job.plan(method, niah(), MODEL, settings(folder, **changes))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if small(name).uses_budget])
 @pytest.mark.parametrize(
-    ("measure", "placement"), [("moved_bytes", "host"), ("device_bytes", "host"), ("device_bytes", "device")]
+    ("name", "placement", "measure"),
+    [
+        (name, place, measure)
+        for name, place in in_places("device", "host")
+        for measure in ("moved_bytes", "device_bytes")
+        if small(name).uses_budget and (measure, place) != ("moved_bytes", "device")
+    ],
 )
 @pytest.mark.parametrize("asked", [40, 200])
 def test_the_solution_costs_what_was_asked_for_and_no_more(
-    name: str, measure: AlignedBytes, placement: Any, asked: int
+    name: str, placement: Any, measure: AlignedBytes, asked: int
 ) -> None:
     method = small(name)
-    if placement == "host" and not method.offloads:
-        pytest.skip("keeps nothing on the host")
     how = {"measure": measure, "method": method, "specs": shapes(INFO), "placement": placement, "element_bytes": 2}
     budget = AlignedBudget(asked, **how)
     tokens, target = budget.solve(LENGTH, asked), budget.target(asked)
@@ -78,12 +79,7 @@ def test_measured_traffic_is_equal(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("method", "codec", "placement"),
-    [
-        (PQ, "int2g16", "device"),
-        (PQ, None, "host"),
-        (PQ, "int8", "disk"),
-        (STREAMING, None, "device"),
-    ],
+    [(PQ, "int2g16", "device"), (PQ, None, "host"), (PQ, "int8", "disk"), (STREAMING, None, "device")],
     ids=str,
 )
 def test_equal_bytes_on_the_device_in_any_codec_and_tier(

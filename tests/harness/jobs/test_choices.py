@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from evals.base import Example, Score, Task, TaskEnv, read_choices
+from harness import Engine, attached, evaluate
 from harness.config.settings import Results, Settings
-from harness.engine.attach import attached
-from harness.engine.engine import Engine
-from harness.jobs.evaluate import evaluate
 from harness.jobs.job import Job
 from harness.prompts.prompt import ExampleError
 from methods.base import Method
@@ -100,12 +98,7 @@ def outputs(stored: Any) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"shared_prefill": True},
-        {"warmup": 2},
-        {"protocol": "context", "questions": "shared"},
-        {"prefill_chunk": 32},
-    ],
+    [{"shared_prefill": True}, {"warmup": 2}, {"protocol": "context", "questions": "shared"}, {"prefill_chunk": 32}],
 )
 def test_however_it_is_run(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Under protocol=context the question is read behind the seal of what it is about, so that costs differ."""

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from harness import Engine, RunningBatch
 from harness.config.plugins import build
 from harness.config.settings import Settings
 from harness.engine.attach import Attachment
 from harness.engine.attach_options import AttachOptions
-from harness.engine.batch.running import RunningBatch
 from harness.engine.cache import KVCache
-from harness.engine.engine import Engine
 from harness.engine.hf import routed
 from harness.jobs.examples import PreparedExample, prepare
 from harness.jobs.memory import CacheSpec, MemoryForecast, needed

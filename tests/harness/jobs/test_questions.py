@@ -16,11 +16,10 @@ from torch import Tensor
 from evals.base import Example, Score, Task, TaskEnv, Turn
 from evals.multiturn import Multiturn
 from evals.scbench import SCBench
+from harness import Engine, attached
 from harness.config.settings import Data, GenerationSettings, Settings
-from harness.engine.attach import attached
 from harness.engine.batch.running_sequence import Generation
 from harness.engine.cache import KVCache
-from harness.engine.engine import Engine
 from harness.jobs.examples import PreparedExample, by_context, prepare
 from harness.jobs.questions import SealedContext
 from harness.models.base import load
@@ -38,7 +37,7 @@ from methods.snapkv import SnapKV
 from tests import fast
 from tests.evals.test_scbench import PROMPTS
 from tests.fast import MODEL, PQ, niah
-from tests.methods.test_contract import attach, small, walked
+from tests.methods.test_contract import QUICK, attach, in_places, small
 from tests.quick import mostly_slow
 from tests.tape import Tape
 from tests.tiny import HYBRID, prompt
@@ -70,13 +69,12 @@ def seen(made: Generation) -> dict[str, Any]:
 
 
 @pytest.mark.tokens
-@walked
-@pytest.mark.parametrize("placement", mostly_slow(["device", "host"], "device"))
-def test_ten_questions_on_one_context_are_ten_separate_runs(name: str, placement: str) -> None:
-    method = small(name)
-    if placement == "host" and not method.offloads:
-        pytest.skip("keeps nothing on the host")
-    with attach(method, 0.4, placement=placement) as kv:
+@pytest.mark.parametrize(
+    "case", mostly_slow(in_places("device", "host"), *((name, "device") for name in QUICK)), ids="-".join
+)
+def test_ten_questions_on_one_context_are_ten_separate_runs(case: tuple[str, str]) -> None:
+    name, placement = case
+    with attach(small(name), 0.4, placement=placement) as kv:
         engine = Engine(kv)
         assert [seen(generation) for generation in together(engine)] == [
             seen(generation) for generation in apart(engine)
@@ -211,13 +209,7 @@ def test_a_run_of_shared_questions_is_the_run_of_separate_ones(
     assert {record.id for record in shared.records} == apart.keys()
     for record in shared.records:
         own = apart[record.id]
-        for name in (
-            "output",
-            "tokens",
-            "score",
-            "details",
-            "prompt_sha256",
-        ):
+        for name in ("output", "tokens", "score", "details", "prompt_sha256"):
             assert getattr(record, name) == getattr(own, name), name
         assert [record[name] for name in MEASURES] == [own[name] for name in MEASURES]
         first = f"{record.id[0]}/0"

@@ -11,9 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from harness import Engine, attached
 from harness.commands import report
-from harness.engine.attach import attached
-from harness.engine.engine import Engine
 from harness.models.base import ModelError
 from harness.models.embedded import SmolLM2
 from harness.models.random import byte_tokenizer

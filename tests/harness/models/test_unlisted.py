@@ -14,13 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from harness import Engine, attached, evaluate
 from harness.config.settings import Results, Settings
-from harness.engine.attach import attached
 from harness.engine.cache import UnsupportedError
-from harness.engine.engine import Engine
 from harness.engine.hf import NAME, layer_specs
 from harness.jobs import model_check
-from harness.jobs.evaluate import evaluate
 from harness.models.base import ModelError, sliding_windows
 from harness.models.hub import HuggingFace
 from harness.models.probe import NAME as PROBE

@@ -12,13 +12,11 @@ import torch
 
 from evals.base import Example, Score, Task, TaskEnv
 from evals.perplexity import WikiText2
+from harness import Engine, attached, evaluate
 from harness.config.settings import Data, Results, Settings
-from harness.engine.attach import attached
 from harness.engine.batch.running_sequence import After
-from harness.engine.engine import Engine
 from harness.engine.sampling import Greedy, MinLength
 from harness.jobs import job
-from harness.jobs.evaluate import evaluate
 from harness.prompts.prompt import ExampleError, render
 from harness.prompts.stops import StopRule
 from harness.prompts.teacher import Forced, forced_ids

@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from evals.base import Example
-from harness.engine.attach import attached
-from harness.engine.batch.running import RunningBatch
-from harness.engine.engine import Engine
+from harness import Engine, RunningBatch, attached
 from harness.engine.sampling import Greedy
 from harness.models.embedded import SmolLM2
 from harness.prompts.prompt import Tokenizer, Tools, render, render_turn

@@ -260,8 +260,7 @@ def test_no_cell_is_a_formula_and_all_are_read_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("column", "cell"),
-    [("warnings", "oops"), ("score.mean", "high"), ("budget.asked", "inf"), ("command", "'")],
+    ("column", "cell"), [("warnings", "oops"), ("score.mean", "high"), ("budget.asked", "inf"), ("command", "'")]
 )
 def test_a_cell_that_cannot_be_read_is_named(tmp_path: Path, column: str, cell: str) -> None:
     write_csv(tmp_path / "made.csv", [row("full"), row("quest", **{column: cell})])

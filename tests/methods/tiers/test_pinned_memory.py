@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from methods.tiers import pinned_memory as pinned
-from methods.tiers.pinned_memory import (
-    PinnedMemory,
-    PinnedPool,
-    PinnedReservation,
-    registered,
-    reservation_bytes,
-)
+from methods.tiers.pinned_memory import PinnedMemory, PinnedPool, PinnedReservation, registered, reservation_bytes
 from methods.tiers.rows import HostRows, Place
 from methods.tiers.traffic import Traffic
 
