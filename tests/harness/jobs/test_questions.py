@@ -360,7 +360,7 @@ def test_a_table_shows_the_score_by_turn_and_by_turns_ago(tmp_path: Path, replie
     finished = ran(tmp_path, Multiturn(**SHORT, replies=replies, about="first", max_new_tokens=4), PQ)
     assert {name: row["n"] for name, row in finished.summary["turns"].items()} == {"1": 2, "2": 2, "3": 2}
     assert {name: row["n"] for name, row in finished.summary["turns_ago"].items()} == {"0": 2, "1": 2, "2": 2}
-    info = json.loads((finished.folder / "ran.json").read_text())["task_info"]
+    info = json.loads((finished.folder / "run.json").read_text())["task_info"]
     assert info["metric"] == "needle found"
     assert info["statistics"]["turns"] == 6
     [table] = comparisons([load_run(finished.folder)])
