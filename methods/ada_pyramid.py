@@ -9,10 +9,8 @@ votes. Parameters are those of Ada-KV's released code with `--pyram`, whose whol
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from methods.adakv import AdaKeep, AdaKV
-from methods.base import Grids
 from methods.pyramidkv import PyramidKeep, PyramidKV
 
 
@@ -28,6 +26,6 @@ class AdaPyramid(AdaKV, PyramidKV):
     parameters of Ada-KV and of PyramidKV."""
 
     policies = (AdaPyramidKeep,)
-    tunable: ClassVar[Grids] = {**AdaKV.tunable, **PyramidKV.tunable}
+    tunable = {**AdaKV.tunable, **PyramidKV.tunable}
 
     window: int = 32

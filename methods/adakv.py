@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from torch.nn.utils.rnn import pad_sequence
 from kernels import ops
 from kernels.per_sequence import PerSequence
 from kernels.ragged import filled
-from methods.base import Grids
 from methods.pools import PerHeadStore
 from methods.snapkv import SnapKeep, SnapKV
 
@@ -96,7 +94,7 @@ class AdaKV(SnapKV):
     best tokens hold."""
 
     policies = (AdaKeep,)
-    tunable: ClassVar[Grids] = {**SnapKV.tunable, "floor": (0.0, 0.05, 0.2, 0.5)}
+    tunable = {**SnapKV.tunable, "floor": (0.0, 0.05, 0.2, 0.5)}
 
     floor: float = 0.2
     normalize: bool = False

@@ -70,11 +70,6 @@ class Budget:
                 f"budget_mass={self.mass} is no share: give a number above 0 and up to 1, like 0.95."
             )
 
-    def most_generated(self, layer: int) -> int | None:
-        """Return the most generated tokens that a KV head of layer number `layer` keeps; None for
-        all."""
-        return None if layer in self.dense_layers else self.generated
-
     def tokens(self, sealed: int, layer: int) -> int:
         """Return how many tokens of a prompt of `sealed` tokens a KV head of layer number `layer`
         may read: at least one, at most all."""

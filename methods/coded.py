@@ -8,13 +8,11 @@ a window exact, is a method of its own. Without a codec this is Full."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from methods.abilities.kept_codec import KeptCodec, encode
-from methods.base import CacheState, Cost, KVLayer, LayerSpec, LayerWorkload, Method, Takes
-from methods.layers import Layer
+from methods.base import Cost, LayerWorkload
+from methods.layers import Layer, PolicyMethod
 from methods.parts import costs
 
 
@@ -29,15 +27,13 @@ class CodedLayer(Layer, capturable=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Coded(Method):
+class Coded(PolicyMethod):
     """Define the method that keeps and reads all tokens, those of the prompt in the bits of the
     request's codec. It has no parameters."""
 
-    uses_budget: ClassVar[bool] = False
-    takes: ClassVar[Takes] = {KeptCodec: None}
+    layer = CodedLayer
+    uses_budget = False
+    takes = {KeptCodec: None}
 
     def cost(self, case: LayerWorkload) -> Cost:
         return costs.dense(case) + costs.sent_away(case, case.sealed, case.sealed)
-
-    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        return [CodedLayer(spec, cache, self) for spec in specs]

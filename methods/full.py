@@ -8,28 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import cast
 from weakref import ref
 
 from torch import Tensor
 
 from kernels.reference import Segment
-from methods.base import AttnInput, CacheState, Cost, KVLayer, LayerSpec, LayerWorkload, Method
-from methods.layers import Layer
+from methods.base import AttnInput, CacheState, Cost, KVLayer, LayerSpec, LayerWorkload
+from methods.layers import Layer, PolicyMethod
 from methods.parts import costs
 from methods.tiers.transfer import Arrival
 
 
 @dataclass(frozen=True, kw_only=True)
-class Full(Method):
+class Full(PolicyMethod):
     """Define the method that keeps every token and reads all of them in each step, with which other
     methods are compared. `offload`: the prompt lies where the request's `placement` says, such as
     host memory, and each step brings all of it to the device, layer by layer.
 
     On the device the store is preallocated, so a step copies only its own token."""
 
-    uses_budget: ClassVar[bool] = False
-    rows_stay: ClassVar[bool] = True
+    uses_budget = False
+    rows_stay = True
 
     offload: bool = False
 
@@ -48,7 +48,7 @@ class Full(Method):
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         if not self.offload:
-            return [Layer(spec, cache, self) for spec in specs]
+            return super().start(specs, cache)
         layers = [OffloadedLayer(spec, cache, self) for spec in specs]
         for layer, following in zip(layers, [*layers[1:], layers[0]], strict=True):
             layer.following = ref(following)

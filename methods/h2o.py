@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch import Tensor
 from kernels import ops, sink_logits
 from kernels.reference import Segment
 from methods.abilities.kept_codec import KeptCodec
-from methods.base import AttnInput, Cost, CostError, LayerWorkload, Plan, Takes
+from methods.base import AttnInput, Cost, CostError, LayerWorkload, Plan
 from methods.layers import Keep, Padded, Storage, between_ends, ends
 from methods.layers.windowed import Windowed
 from methods.parts import costs
@@ -35,7 +35,7 @@ class H2OKeep(Keep, capturable=True, of_each={"received": Padded(2)}):
     """Add up the attention that every stored token receives, in the prompt and in decode steps;
     evict the tokens with the smallest sums at the prompt's end, and their sums with them."""
 
-    by_room: ClassVar[Mapping[str, int]] = {"received": 2}
+    by_room = {"received": 2}
     method: H2O
 
     def bind(self, layer: Storage) -> None:
@@ -57,22 +57,17 @@ class H2OKeep(Keep, capturable=True, of_each={"received": Padded(2)}):
         return out
 
     def decode(self, x: AttnInput) -> Tensor:
-        stored = self._stored()
+        stored, far = self.store.since(0), self.layer.far
+        if far is not None:  # each key gets a weight, so those in fewer bits are decoded
+            plain, coded = stored, far.whole().wait()
+            k, v = (torch.cat(side, 2) for side in zip(coded[:2], plain[:2], strict=True))
+            live = None if plain.live is None else plain.live + far.length
+            stored = Segment(k, v, live=live)
         out, lse = sink_logits.segment_attention_with_lse(
             x.q, [stored], self.spec.scale, self.spec.sink_logits
         )
         ops.add_received(self.received, x.q, stored.k, lse, self.spec.scale, stored.live)
         return out
-
-    def _stored(self) -> Segment:
-        """Return the keys and values of all tokens; those in fewer bits are decoded, since each of
-        their keys gets a weight."""
-        plain, far = self.store.since(0), self.layer.far
-        if far is None:
-            return plain
-        decoded = far.whole().wait()
-        k, v = (torch.cat(side, 2) for side in ((decoded.k, plain.k), (decoded.v, plain.v)))
-        return Segment(k, v, live=None if plain.live is None else plain.live + far.length)
 
     def together_refusal(self) -> str | None:
         coded = self.layer.far is not None
@@ -131,7 +126,7 @@ class H2O(Windowed):
     none, or 1/128 (`literal`) or 1/256 (`bytes`) of the prompt."""
 
     policies = (H2OKeep,)
-    takes: ClassVar[Takes] = {KeptCodec: None}
+    takes = {KeptCodec: None}
 
     sinks: int = 0
     recent_ratio: float = 0.5
@@ -144,16 +139,11 @@ class H2O(Windowed):
                 f"compensation={self.compensation!r} is unknown: choose one of {', '.join(EXTRA)}."
             )
 
-    def kept(self, case: LayerWorkload) -> int:
-        """Return how many prompt tokens stay in each KV head of the layer that `case` describes."""
-        most = case.budget + int(EXTRA[self.compensation] * case.sealed)
-        return case.sealed if self.reads_whole(case) else min(case.sealed, most)
-
     def cost(self, case: LayerWorkload) -> Cost:
-        kept = self.kept(case)
-        return costs.evict(case, kept) + Cost(
-            costs.FP32 * case.spec.num_kv_heads * (kept + case.reserve)
-        )
+        most = case.budget + int(EXTRA[self.compensation] * case.sealed)
+        kept = case.sealed if self.reads_whole(case) else min(case.sealed, most)
+        rows = case.spec.num_kv_heads * (kept + case.reserve)
+        return costs.evict(case, kept) + Cost(costs.FP32 * rows)
 
     def at_communication(self, share: float, head_dim: int) -> H2O:
         """Return H2O(C), which keeps 1/128 of the prompt beyond the budget: so the paper of PQCache

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import ClassVar, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -39,16 +39,13 @@ from kernels.ragged import Ragged, filled, leading
 from kernels.reference import Segment
 from methods.abilities.kept_codec import KeptCodec
 from methods.base import (
-    Attended,
     AttnInput,
     CacheState,
     Cost,
-    Grids,
     KVLayer,
     LayerSpec,
     LayerWorkload,
-    Takes,
-    over_steps,
+    Reading,
 )
 from methods.base.pieces import pieces
 from methods.base.request import QUERIES, ROTATION
@@ -124,8 +121,7 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
     def guessed_query(self, before: AttnInput) -> Tensor:
         """Return a guess of this layer's rotated query: its query projection applied to the
         attention input of the layer before, at the same position. [B H T D]"""
-        turned: Tensor = ops.rotate(*self._rotating(before))
-        return turned
+        return ops.rotate(*self._rotating(before))
 
     def _rotating(self, before: AttnInput) -> tuple[Tensor, Tensor, Tensor]:
         """Return a guess of this layer's query before its rotation, [B H T D], and the cos and sin
@@ -160,7 +156,7 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
                 counts, limit.most if isinstance(limit, PerSequence) else limit
             )
             return filled(ops.top_k(ranks, counted)), counts
-        rows: Tensor = ops.top_k(ranks, int(counts.max()))
+        rows = ops.top_k(ranks, int(counts.max()))
         if len(counts) > 1:
             rows = rows.gather(2, ranks.gather(2, rows).argsort(2, descending=True))
         return rows, counts
@@ -179,8 +175,7 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
             return new
         takes = new is None or new.k.device == self.request.device
         guess = Guess(*self._rotating(before), self.basis, self.spec.scale)
-        query = cast(Tensor, ops.partial_products(guess, new if takes else None))
-        self.guessed = self.nearest(query)
+        self.guessed = self.nearest(ops.partial_products(guess, new if takes else None))
         if self.layer.far is not None:
             self._send_for(*self.guessed)  # they arrive while the layer before computes
         return None if takes else new
@@ -220,15 +215,11 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         sequence reads only as many as its count says."""
         if self.plan is None or (self._reads_counts and len(self.counts) == 1):
             return super().attend(q, *segments)
-        # the chosen rows are then the first segment, else those with `rows`
+        # the chosen rows are the first segment if they were fetched, else the one with `rows`
         fetched = self.layer.far is not None
-        chosen = (
-            segment.rows is not None or (fetched and not place)
-            for place, segment in enumerate(segments)
-        )
         limited = (
-            x._replace(live=self.counts) if own else x
-            for x, own in zip(segments, chosen, strict=True)
+            x._replace(live=self.counts) if x.rows is not None or (fetched and not place) else x
+            for place, x in enumerate(segments)
         )
         return super().attend(q, *limited)
 
@@ -325,18 +316,16 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
             self.read_in_steps[own] = 0
 
     @property
-    def attended(self) -> Attended:
-        whole = super().attended
+    def reading(self) -> Reading:
+        prompt, generated = super().reading
         if self.plan is None or self.rows is None:
-            return whole
-        return whole._replace(prompt=self.counts.double().mean().item())
+            return prompt, generated
+        counts = self.counts.double().mean().item() if self._reads_counts else self.counts
+        return counts, generated
 
-    def readings(self, steps: int) -> tuple[float | Tensor, float | Tensor]:
+    def readings(self, steps: int) -> Reading:
         read, self.read_in_steps = self.read_in_steps, None
-        if self.plan is None or self.rows is None or self._reads_counts:
-            prompt, generated = super().readings(steps)
-        else:
-            prompt, generated = over_steps(steps, self.counts, super().attended.generated)
+        prompt, generated = super().readings(steps)
         return prompt if read is None else read, generated
 
     def check_choice(self, rows: Tensor, top: int | None) -> None:
@@ -358,11 +347,11 @@ class InfiniGen(PooledMethod):
     """Define InfiniGen, which guesses a layer's tokens from the attention input of the layer
     before, by its parameters. conf/method/infinigen.yaml explains each."""
 
-    offloads: ClassVar[bool] = True
-    asks_ahead: ClassVar[bool] = True
-    takes: ClassVar[Takes] = {KeptCodec: None}
+    offloads = True
+    asks_ahead = True
+    takes = {KeptCodec: None}
     needs = (ROTATION, QUERIES)
-    tunable: ClassVar[Grids] = {
+    tunable = {
         "alpha": (4, 8, 16, 99),
         "partial_ratio": (0.1, 0.2, 0.4, 1),
         "column_rule": ("query",),

@@ -15,10 +15,9 @@ do not. Keys of blocks are stored as if they stood at position 0."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,19 +29,12 @@ from methods.abilities.bounded_answer import BoundedAnswer
 from methods.abilities.kept_codec import KeptCodec
 from methods.base import (
     AttnInput,
-    CacheState,
     Cost,
     CostError,
-    Grids,
-    KVLayer,
-    LayerSpec,
     LayerWorkload,
-    Method,
     Plan,
-    Takes,
 )
-from methods.base.request import ROTATION
-from methods.layers import Layer, Select, Storage, ends
+from methods.layers import RotatingMethod, Select, Storage, ends
 from methods.parts import costs
 from methods.parts.rope_table import RopeTable
 
@@ -52,7 +44,7 @@ class InfLLMRead(Select, capturable=True):
     suit the query best. Keys of blocks are stored as if they stood at position 0, all others in
     their true rotation."""
 
-    by_room: ClassVar[Mapping[str, int]] = {"mass": 2, "far_k": 2}
+    by_room = {"mass": 2, "far_k": 2}
     method: InfLLM
     mass: Tensor  # [B H C], attention that each token drew
     representatives: Tensor  # [B H N D], of the blocks
@@ -69,10 +61,7 @@ class InfLLMRead(Select, capturable=True):
         of queries q [B H T D], summed over heads."""
         scores = ops.row_scores(q.mean(2, keepdim=True), self.representatives).sum((1, 2))
         best = ops.top_k(scores, top // self.method.block).unsqueeze(1)
-        rows: Tensor = ops.token_rows(
-            best.expand(-1, self.spec.num_kv_heads, -1), self.method.block
-        )
-        return rows
+        return ops.token_rows(best.expand(-1, self.spec.num_kv_heads, -1), self.method.block)
 
     def _fill_blocks(self, seen: int) -> None:
         """Make blocks of tokens that have left the window, as soon as there are enough for one:
@@ -118,29 +107,20 @@ class InfLLMRead(Select, capturable=True):
         far_end = end - self.n_local  # tokens before it are far, at least from the last query
         near = max(outside, first - self.n_local + 1)
         k, v = self.store.k[:, :, near:end], self.store.v[:, :, near:end]
-        parts = [ops.windowed_attention(q, k, v, scale, first - near, self.n_local)]
+        parts = [(q, k, v, scale, first - near, self.n_local)]
         if self.blocks:
             n_init, every_v = self.method.n_init, self.store.v
             keys, values = self._moved(0, n_init), every_v[:, :, :n_init]
             if self.rows is not None:
-                blocks = [
-                    ops.gather_rows(side[:, :, n_init:], self.rows)
-                    for side in (self.store.k, every_v)
-                ]
-                keys, values = torch.cat([keys, blocks[0]], 2), torch.cat([values, blocks[1]], 2)
-            parts.append(
-                ops.windowed_attention(
-                    far_q, keys, values, scale, keys.shape[2], end + keys.shape[2]
-                )
-            )
+                blocks = (x[:, :, n_init:] for x in (self.store.k, every_v))
+                more_keys, more_values = (ops.gather_rows(x, self.rows) for x in blocks)
+                keys, values = torch.cat([keys, more_keys], 2), torch.cat([values, more_values], 2)
+            count = keys.shape[2]
+            parts.append((far_q, keys, values, scale, count, end + count))
         if far_end > outside:
             keys, values = self._moved(outside, far_end), self.store.v[:, :, outside:far_end]
-            parts.append(
-                ops.windowed_attention(
-                    far_q, keys, values, scale, first - self.n_local - outside, end
-                )
-            )
-        outs, lses = zip(*parts, strict=True)
+            parts.append((far_q, keys, values, scale, first - self.n_local - outside, end))
+        outs, lses = zip(*(ops.windowed_attention(*part) for part in parts), strict=True)
         lse, sinks = torch.stack(lses).logsumexp(0), self.spec.sink_logits
         drawn = ops.windowed_sums(
             q, k, lse_with_sink(lse, sinks), scale, first - near, self.n_local
@@ -161,10 +141,6 @@ class InfLLMRead(Select, capturable=True):
         self.far_k[:, :, :n_init] = self._moved(0, n_init)
         self._leave(self.sealed - self.n_local)
         return Plan(n_init, local, min((budget - n_init - local) // size, self.blocks) * size)
-
-    def index(self, keys: Tensor) -> None:
-        """Do nothing: blocks get their representatives, by which they are found, when they are
-        filled."""
 
     def decode(self, x: AttnInput) -> Tensor:
         self.rope_table.note(x)
@@ -299,16 +275,16 @@ def representatives(keys: Tensor, drawn: Tensor, block: int, top: int) -> Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class InfLLM(Method):
+class InfLLM(RotatingMethod):
     """Define InfLLM, which reads a local window and retrieved blocks of earlier tokens, by its
     parameters. conf/method/infllm.yaml explains each."""
 
-    offloads: ClassVar[bool] = True
-    takes: ClassVar[Takes] = {KeptCodec: None, BoundedAnswer: "its window slides over these"}
-    dense_prefill: ClassVar[bool] = False
-    window_names: ClassVar[Mapping[str, str]] = {"sinks": "n_init", "recent_ratio": "local_ratio"}
-    needs = (ROTATION,)
-    tunable: ClassVar[Grids] = {
+    offloads = True
+    takes = {KeptCodec: None, BoundedAnswer: "its window slides over these"}
+    dense_prefill = False
+    window_names = {"sinks": "n_init", "recent_ratio": "local_ratio"}
+    policies = (InfLLMRead,)
+    tunable = {
         "n_init": (4, 64),
         "block": (8, 32),
         "local_ratio": (0.25, 0.75),
@@ -386,10 +362,3 @@ class InfLLM(Method):
                 f"{ceil(1 / share)} or more (128 in the paper)."
             )
         return replace(self, repr_topk=tokens)
-
-    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        tables = RopeTable.of_layers(specs, cache)
-        return [
-            Layer(spec, cache, self, InfLLMRead(table))
-            for spec, table in zip(specs, tables, strict=True)
-        ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,15 +21,11 @@ from kernels.reference import Segment
 from kernels.step_inputs import record_input
 from methods.base import (
     AttnInput,
-    CacheState,
     Cost,
-    Grids,
-    KVLayer,
     LayerSpec,
     LayerWorkload,
-    Method,
 )
-from methods.layers import Layer
+from methods.layers import Layer, PolicyMethod
 from methods.parts import costs
 from methods.pools import KVStore, Pool
 from methods.tiers.codec import IntCodec
@@ -64,8 +60,8 @@ class KiviLayer(Layer, capturable=True):
             self.far = self.new_pool(self.request.capacity)
         self.far.append(waiting.k[:, :, :count], waiting.v[:, :, :count])
         self.recent = waiting.v[:, :, count - each : count].clone()
-        self.store = KVStore(self.spec, self.cache, each)
-        self.store.append(waiting.k[:, :, count:], waiting.v[:, :, count:])
+        rest = waiting.between(count, waiting.length)[:2]
+        self.store = KVStore.holding(self.spec, self.cache, each - rest[0].shape[2], rest)
 
     def attend_all(self, q: Tensor) -> Tensor:
         if self.far is None:
@@ -142,14 +138,15 @@ class KiviLayer(Layer, capturable=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kivi(Method):
+class Kivi(PolicyMethod):
     """Define KIVI, which keeps and reads all tokens, most of them quantised, by its parameters.
     `bits` of a code: 2, 4 or 8. `group`: how many numbers share a range. `residual`: how many
     tokens' keys are quantised together, and how many of the last values are exact."""
 
-    uses_budget: ClassVar[bool] = False
-    offloads: ClassVar[bool] = True
-    tunable: ClassVar[Grids] = {
+    layer = KiviLayer
+    uses_budget = False
+    offloads = True
+    tunable = {
         "bits": (2, 4, 8),
         "group": (16, 32, 64),
         "residual": (64, 128, 256),
@@ -186,6 +183,3 @@ class Kivi(Method):
 
     def check_model(self, spec: LayerSpec) -> None:
         self.codec.check(spec.head_dim)
-
-    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        return [KiviLayer(spec, cache, self) for spec in specs]

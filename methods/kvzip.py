@@ -20,9 +20,9 @@ keys (share=head: all), since layers differ by up to 2 keys. A test compares wit
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -37,11 +37,9 @@ from methods.base import (
     AttnInput,
     CacheState,
     Cost,
-    Grids,
     KVLayer,
     LayerSpec,
     LayerWorkload,
-    Takes,
 )
 from methods.layers import Evict, Layer, PolicyMethod
 from methods.parts import costs
@@ -168,9 +166,9 @@ class KVzip(PolicyMethod):
     first tokens always stay. `share`: whether all layers and heads share one budget (model), the
     heads of each layer do (layer), or every head has its own (head)."""
 
-    takes: ClassVar[Takes] = {KeptCodec: None}
-    window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks"}
-    tunable: ClassVar[Grids] = {
+    takes = {KeptCodec: None}
+    window_names = {"sinks": "sinks"}
+    tunable = {
         "chunk": (500, 1000, 2000, 4000),
         "share": ("model", "layer", "head"),
     }

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,17 +24,11 @@ from kernels.reference import Segment
 from kernels.sink_logits import with_sink
 from methods.base import (
     AttnInput,
-    CacheState,
     Cost,
-    Grids,
-    KVLayer,
-    LayerSpec,
     LayerWorkload,
-    Method,
 )
 from methods.base.pieces import pieces
-from methods.base.request import ROTATION
-from methods.layers import Keep, Layer, Policy
+from methods.layers import Keep, Policy, RotatingMethod
 from methods.parts import costs
 from methods.parts.rope_table import RopeTable
 
@@ -60,21 +53,32 @@ class LMInfiniteKeep(
         self.n_local = self._window_so_far()
         if self.n_local is None:
             return self.layer.attend_prompt(x.q)
-        count = min(self.method.n_init, self.store.length)
-        self.first_keys = self.rope_table.unrotate(
-            self.store.k[:, :, :count], self._first_places(count)
-        )
         k, v, q = self.store.k, self.store.v, x.q
+        count, scale = min(self.method.n_init, k.shape[2]), self.spec.scale
         # the tokens after the first ones have no gap up to the last query
         place = k.shape[2] - count - q.shape[2]
-        out: Tensor
         out, lse = ops.windowed_attention(
-            q, k[:, :, count:], v[:, :, count:], self.spec.scale, place, self.n_local
+            q, k[:, :, count:], v[:, :, count:], scale, place, self.n_local
         )
+        # 0, 1 and so on, or higher where the conversation's history was cut
+        places = self.layer.stored_positions()[0, 0, :count]
+        k, v = k[:, :, :count], v[:, :, :count]
+        self.first_keys = self.rope_table.unrotate(k, places)
+        if not count:
+            return with_sink(out, lse, self.spec.sink_logits)
+        begin, end = x.start - int(places[0]), x.start + q.shape[2]
+        turned = self.rope_table.rotate(self.first_keys, torch.zeros_like(places[:1])).to(q.dtype)
         for part in pieces(q.shape[2]):
-            first, first_lse = self._first(q[:, :, part], x.start + part.start, self.n_local)
+            some, first = q[:, :, part], begin + part.start
+            at = torch.arange(x.start + part.start, x.start + part.stop, device=q.device)
+            far_q = self.rope_table.move(some, at, self.n_local)
+            # the first tokens where they stand, and those further away as if n_local away
+            near, near_lse = ops.windowed_attention(some, k, v, scale, first, self.n_local)
+            far, far_lse = ops.windowed_attention(
+                far_q, turned, v, scale, first - self.n_local, end
+            )
             merged, both_lse = ops.merge_attention_with_lse(
-                [first, out[:, :, part]], [first_lse, lse[:, :, part]]
+                [near, far, out[:, :, part]], [near_lse, far_lse, lse[:, :, part]]
             )
             out[:, :, part] = with_sink(merged, both_lse, self.spec.sink_logits)
         return out
@@ -115,47 +119,20 @@ class LMInfiniteKeep(
         tokens = self.layer.spendable()
         return None if tokens is None else max(1, tokens - self.method.n_init)
 
-    def _first_places(self, count: int) -> Tensor:
-        """Return the positions in the text of the first `count` stored tokens: 0, 1 and so on,
-        unless the conversation's history was cut."""
-        return self.layer.stored_positions()[0, 0, :count]
-
-    def _first(self, q: Tensor, start: int, n_local: int) -> tuple[Tensor, Tensor]:
-        """Attend from queries at positions from `start` on to the first tokens alone. Where these
-        are further away than `n_local`, they are read as if they were n_local away. Return the
-        attention [B H T D] and its log-sum-exp [B H T]."""
-        count = self.first_keys.shape[2]
-        places = torch.arange(start, start + q.shape[2], device=q.device)
-        distance = places.unsqueeze(1) - self._first_places(count)
-        turned = self.rope_table.rotate(self.first_keys, torch.zeros_like(places[:1])).to(q.dtype)
-        far = self._logits(self.rope_table.move(q, places, n_local), turned)
-        logits = torch.where(distance >= n_local, far, self._logits(q, self.store.k[:, :, :count]))
-        logits = logits.masked_fill(distance < 0, float("-inf"))
-        weights = logits.softmax(-1).to(q.dtype).flatten(2, 3)  # [B G g*T n_init]
-        return (weights @ self.store.v[:, :, :count]).view_as(q), logits.logsumexp(-1).flatten(1, 2)
-
-    def _logits(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return the products of queries and keys times the layer's scale, q [B H T D], k [B G S D]
-        -> [B G g T S], for g query heads of a group."""
-        folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1]).float() @ k.float().transpose(
-            -1, -2
-        )
-        return folded.view(*k.shape[:2], self.spec.group, q.shape[2], -1) * self.spec.scale
-
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.rope_table.note_past(self.spec, self.layer.seen)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LMInfinite(Method):
+class LMInfinite(RotatingMethod):
     """Define LM-Infinite, which reads a window of recent tokens and the first ones, by its
     parameter `n_init`: how many first tokens are always read. The paper's authors got the same
     results with 10 and 100."""
 
-    dense_prefill: ClassVar[bool] = False
-    window_names: ClassVar[Mapping[str, str]] = {"sinks": "n_init"}
-    needs = (ROTATION,)
-    tunable: ClassVar[Grids] = {"n_init": (1, 4, 10, 32, 100)}
+    dense_prefill = False
+    window_names = {"sinks": "n_init"}
+    policies = (LMInfiniteKeep,)
+    tunable = {"n_init": (1, 4, 10, 32, 100)}
 
     n_init: int = 10
 
@@ -180,10 +157,3 @@ class LMInfinite(Method):
             return costs.dense(case) + costs.rope_table(case)
         first = costs.FP32 * self.n_init * case.spec.num_kv_heads * case.spec.head_dim
         return costs.evict(case, case.budget) + costs.rope_table(case) + Cost(first)
-
-    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        tables = RopeTable.of_layers(specs, cache)
-        return [
-            Layer(spec, cache, self, LMInfiniteKeep(table))
-            for spec, table in zip(specs, tables, strict=True)
-        ]

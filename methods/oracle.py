@@ -10,7 +10,6 @@ windows, score above it."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from kernels import ops
 from kernels.ragged import filled, spanned
 from kernels.sink_logits import softmax
 from methods.abilities.mass import Mass
-from methods.base import Cost, LayerWorkload, Plan, Takes
+from methods.base import Cost, LayerWorkload
 from methods.layers import Select
 from methods.layers.windowed import Windowed
 from methods.parts import costs
@@ -29,12 +28,6 @@ class OracleRead(Select, capturable=True, of_each={}):
     heads of a KV head."""
 
     method: Oracle
-
-    def split(self, budget: int) -> Plan:
-        return self.method.split(budget)
-
-    def index(self, keys: Tensor) -> None:
-        """Do nothing: tokens are found by the keys themselves, without an index."""
 
     def select(self, q: Tensor, top: int) -> Tensor:
         stored = self.store.since(0)
@@ -50,8 +43,7 @@ class OracleRead(Select, capturable=True, of_each={}):
             scaled = stored.without_missing(scaled, float("-inf"))
             weights = softmax(scaled, self.spec.sink_logits).sum(2)
         middle = spanned(weights, self.plan.sinks, self.sealed - self.plan.local)
-        rows: Tensor = ops.top_k(middle, top)
-        return rows
+        return ops.top_k(middle, top)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +53,8 @@ class Oracle(Windowed):
     tokens, are always read."""
 
     policies = (OracleRead,)
-    rows_stay: ClassVar[bool] = True
-    takes: ClassVar[Takes] = {Mass: None}
+    rows_stay = True
+    takes = {Mass: None}
 
     sinks: int = 32
     recent_ratio: float = 0.5

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isclose
-from typing import ClassVar, Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from kernels import ops
 from kernels.reference import Segment, pq_held
 from methods.abilities.kept_codec import KeptCodec
 from methods.abilities.mass import Mass
-from methods.base import AttnInput, Cost, CostError, Grids, LayerSpec, LayerWorkload, Plan, Takes
+from methods.base import AttnInput, Cost, CostError, LayerSpec, LayerWorkload, Takes
 from methods.base.state import queues
 from methods.layers import Select
 from methods.layers.windowed import Windowed
@@ -49,9 +49,6 @@ class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2, "held
     clustered: Arrival[tuple[Tensor, Tensor]] | None = None
     blocks: BlockCache | None = None
 
-    def split(self, budget: int) -> Plan:
-        return self.method.split(budget)
-
     def index(self, keys: Tensor) -> None:
         rounds = self.method.rounds(keys.shape[2], self.request.prepared)
         if not self.cache.ahead:
@@ -65,8 +62,8 @@ class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2, "held
         self.settle()
         index, scale = (self.centroids, self.codes), self.spec.scale
         if self.held is None:
-            return cast(Tensor, ops.top_k(ops.pq_weights(q, *index, scale), top))
-        return cast(Tensor, ops.pq_best(q, *index, self.held, scale, top))
+            return ops.top_k(ops.pq_weights(q, *index, scale), top)
+        return ops.pq_best(q, *index, self.held, scale, top)
 
     def settle(self) -> None:
         if self.clustered is not None:
@@ -110,9 +107,9 @@ class PQCache(Windowed):
     conf/method/pqcache.yaml explains the others."""
 
     policies = (PQRead,)
-    offloads: ClassVar[bool] = True
-    rows_stay: ClassVar[bool] = True
-    tunable: ClassVar[Grids] = {**Windowed.tunable, "m": (1, 2, 4, 8), "b": (4, 6, 8)}
+    offloads = True
+    rows_stay = True
+    tunable = {**Windowed.tunable, "m": (1, 2, 4, 8), "b": (4, 6, 8)}
 
     m: int = 2
     b: int = 6

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from math import floor
-from typing import ClassVar, Literal
+from typing import Literal
 
-from methods.base import Grids, LayerWorkload
+from methods.base import LayerWorkload
 from methods.snapkv import SnapKeep, SnapKV
 
 
@@ -42,7 +42,7 @@ class PyramidKV(SnapKV):
     budget (exact) or are the authors' whole numbers (released)."""
 
     policies = (PyramidKeep,)
-    tunable: ClassVar[Grids] = {**SnapKV.tunable, "beta": (5, 10, 20, 40)}
+    tunable = {**SnapKV.tunable, "beta": (5, 10, 20, 40)}
 
     beta: float = 20
     window: int = 8

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from torch import Tensor
 from kernels import ops
 from kernels.ragged import filled, leading
 from kernels.reference import Segment
-from kernels.sink_logits import with_sink
 from methods.abilities.kept_codec import KeptCodec
 from methods.abilities.mass import Mass
 from methods.base import (
@@ -33,16 +32,13 @@ from methods.base import (
     AttnInput,
     CacheState,
     Cost,
-    Grids,
     KVLayer,
     LayerSpec,
     LayerWorkload,
-    Method,
-    Takes,
-    over_steps,
+    Reading,
 )
 from methods.budget import check_layers
-from methods.layers import Layer, Read, gather_per_head
+from methods.layers import PolicyMethod, Read
 from methods.parts import costs
 
 
@@ -82,13 +78,13 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
 
     def read(self, x: AttnInput, plan: int) -> Tensor:
         rows = self.chosen(x.q, plan)
-        (since,) = self.always_read()
-        if self.weights is not None:
-            there = rows.clamp(max=self.sealed - 1) if self.uneven else rows
-            return self.attend(x.q, self.weighted(self._pages(there)), since)
-        if self.uneven:
-            return self._attend_uneven(x.q, rows, since)
-        return self.attend(x.q, self._pages(rows), since)
+        absent = self.absent(rows)
+        there = rows if absent is None else rows.clamp(max=self.sealed - 1)
+        away = self.layer.far is not None
+        pages = self.fetch(there) if away else self.candidates()._replace(rows=there)
+        if absent is not None:
+            pages = pages._replace(log_weights=torch.where(absent, float("-inf"), 0.0))
+        return self.attend(x.q, self.weighted(pages), *self.always_read())
 
     def always_read(self) -> list[Segment]:
         # what came after the seal
@@ -110,49 +106,15 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
         last = self.sealed - (self.sealed - 1) // size * size
         return (pages - 1) * size + last if self.method.last_page else pages * size
 
-    def _pages(self, rows: Tensor) -> Segment:
-        """Return keys and values of chosen prompt tokens, rows [B H|G K], brought to the device if
-        they are elsewhere."""
-        if self.layer.far is not None:
-            return self.fetch(rows)
-        return self.store.between(0, self.sealed)._replace(rows=rows)
-
-    def _attend_uneven(self, q: Tensor, rows: Tensor, since: Segment) -> Tensor:
-        """Attend where each head reads a different number of prompt tokens: heads are treated as
-        sequences of different lengths. q [B H 1 D]; rows [B H|G K] from `sealed` on are missing;
-        `since`: the generated tokens, which all heads read. -> [B H 1 D]"""
-        rows = rows.sort(-1).values
-        pages = self._pages(rows.clamp(max=self.sealed - 1))
-        chosen = (x if pages.rows is None else gather_per_head(x, pages.rows) for x in pages[:2])
-        k, v = (x.flatten(0, 1).unsqueeze(1) for x in chosen)
-        alone = q.view(len(k), -1, 1, q.shape[3])
-        read = Segment(k, v, live=(rows < self.sealed).sum(-1).flatten())
-        out, lse = ops.segment_attention_with_lse(alone, [read], self.spec.scale)
-        late_out, late_lse = ops.segment_attention_with_lse(q, [since], self.spec.scale)
-        out, lse = out.view_as(q), lse.view_as(late_lse)
-        out, lse = ops.merge_attention_with_lse([out, late_out], [lse, late_lse])
-        return with_sink(out, lse, self.spec.sink_logits)
-
     def attended_under(self, plan: int) -> Attended:
         return Attended(self._tokens(plan), self.layer.stored - self.sealed)
 
     @property
-    def attended(self) -> Attended:
-        whole, counts = super().attended, self._counts()
-        return whole if counts is None else whole._replace(prompt=counts.mean().item())
-
-    def readings(self, steps: int) -> tuple[float | Tensor, float | Tensor]:
-        counts = self._counts()
-        if counts is None:
-            return super().readings(steps)
-        return over_steps(steps, counts, super().attended.generated)
-
-    def _counts(self) -> Tensor | None:
-        """Return how many prompt tokens the last step read [B], the mean over heads, where heads read
-        different numbers of them; None where they read equally many."""
+    def reading(self) -> Reading:
         if self.weights is not None or not self.uneven or self.plan is None or self.rows is None:
-            return None
-        return (self.rows < self.sealed).sum(-1).double().mean(1)
+            return super().reading
+        read = (self.rows < self.sealed).sum(-1).double().mean(1)
+        return read, self.attended_under(self.plan).generated
 
     def away(self, plan: int) -> tuple[int, int]:
         return 0, self.sealed
@@ -164,16 +126,17 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quest(Method):
+class Quest(PolicyMethod):
     """Define Quest, which reads the pages whose keys could reach the largest logits, by its
     parameters. `page_size`: tokens of a page. `min_pages`: how many pages a budget must hold.
     `dense_layers`: layers that read everything. `select_per`: whether query heads or KV heads
     choose. `last_page`: whether the prompt's last page is always read."""
 
-    offloads: ClassVar[bool] = True
-    rows_stay: ClassVar[bool] = True
-    takes: ClassVar[Takes] = {Mass: None, KeptCodec: None}
-    tunable: ClassVar[Grids] = {"page_size": (4, 8, 16, 32), "last_page": (True, False)}
+    policies = (QuestRead,)
+    offloads = True
+    rows_stay = True
+    takes = {Mass: None, KeptCodec: None}
+    tunable = {"page_size": (4, 8, 16, 32), "last_page": (True, False)}
 
     page_size: int = 16
     min_pages: int = 3
@@ -233,8 +196,7 @@ class Quest(Method):
         check_layers("method.dense_layers", self.dense_layers, spec.num_layers)
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        cache = cache.with_dense(self.dense_layers)
-        return [Layer(spec, cache, self, QuestRead()) for spec in specs]
+        return super().start(specs, cache.with_dense(self.dense_layers))
 
 
 def page_bounds(keys: Tensor, size: int) -> Tensor:

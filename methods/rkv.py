@@ -14,7 +14,6 @@ is full, the budget's number of rows stays."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from torch.nn.functional import max_pool1d, normalize
 from kernels import ops
 from methods.abilities.bounded_answer import CountedAnswer
 from methods.abilities.last_queries import EvictsWhileDecoding, LastQueries
-from methods.base import Ability, Grids, Plan
+from methods.base import Ability, Plan
 from methods.base.pieces import pieces
 from methods.layers import between_ends
 
@@ -80,7 +79,7 @@ class RKV(EvictsWhileDecoding):
     number (1: none)."""
 
     policies = (RKVKeep,)
-    tunable: ClassVar[Grids] = {
+    tunable = {
         "mix_lambda": (0.01, 0.1, 0.5, 1.0),
         "window": (4, 8, 16, 32),
         "kernel": (1, 7, 15),

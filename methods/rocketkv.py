@@ -23,14 +23,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil, floor, log2, sqrt
-from typing import ClassVar
 
 from torch import Tensor
 
 from kernels import ops
 from kernels.ragged import leading
 from methods.abilities.kept_codec import KeptCodec
-from methods.base import Cost, Grids, LayerSpec, LayerWorkload, Plan, Takes
+from methods.base import Cost, LayerSpec, LayerWorkload, Plan
 from methods.layers import Select
 from methods.parts import costs
 from methods.quest import page_bounds
@@ -81,8 +80,7 @@ class RocketRead(Select, capturable=True, of_each={"bounds": 3, "channels": None
         )
         # of each token
         weights = ops.channel_weights(picked, self.bounds, channels, 1.0, "sum", self.size)
-        rows: Tensor = ops.top_k(leading(weights, self.sealed), top)
-        return rows
+        return ops.top_k(leading(weights, self.sealed), top)
 
     def form(self) -> int | None:
         """Return the tokens of a page. Sequences must share it to take steps together, because
@@ -98,9 +96,9 @@ class RocketKV(SnapKV):
     page's bounds that are read. None lets the budget decide."""
 
     policies = (RocketKeep, RocketRead)
-    offloads: ClassVar[bool] = True
-    takes: ClassVar[Takes] = {KeptCodec: None}
-    tunable: ClassVar[Grids] = {**SnapKV.tunable, "kernel": (1, 3, 7, 15, 31, 63, 95)}
+    offloads = True
+    takes = {KeptCodec: None}
+    tunable = {**SnapKV.tunable, "kernel": (1, 3, 7, 15, 31, 63, 95)}
 
     kernel: int = 63
     split: float | None = None
@@ -157,13 +155,10 @@ class RocketKV(SnapKV):
         ]
         return f"so large a budget leaves out {' and '.join(without)}" if without else None
 
-    def kept(self, case: LayerWorkload) -> int:
-        return self.keeps(case.budget, case.sealed)
-
     def cost(self, case: LayerWorkload) -> Cost:
         if self.reads_whole(case):
             return costs.dense(case)
-        kept = self.kept(case)
+        kept = self.keeps(case.budget, case.sealed)
         size, channels = self.pages(case.budget, kept, case.spec.head_dim)
         bounds = ceil(kept / size) * case.row_bytes // (2 if size == 1 else 1)
         # of each channel one bound

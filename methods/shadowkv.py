@@ -14,9 +14,10 @@ and outliers. At budget=2464 the defaults give the paper's 2048 retrieved tokens
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, cast
+from functools import partial
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -29,18 +30,13 @@ from kernels.reference import Segment
 from methods.base import (
     Attended,
     AttnInput,
-    CacheState,
     Cost,
-    Grids,
-    KVLayer,
     LayerSpec,
     LayerWorkload,
-    Method,
 )
 from methods.base.pieces import pieces, tokens_at_once
-from methods.base.request import ROTATION
 from methods.base.state import queues
-from methods.layers import Layer, Padded, Read
+from methods.layers import Padded, Read, RotatingMethod
 from methods.parts import costs
 from methods.parts.hit_cache import HitCache, held_bytes
 from methods.parts.rope_table import RopeTable
@@ -101,13 +97,13 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         )
         self.values = rows_for(values.flatten(3), self.cache, self.spec.index)
         self._index(keys, plan.outliers)
-        self.layer.store = KVStore(
-            self.spec, self.cache, self.request.capacity - (count - plan.outliers) * size
+        k, v = (
+            ops.gather_rows(x.flatten(3), self.outliers).unflatten(3, (size, -1)).flatten(2, 3)
+            for x in (keys, values)
         )
-        exact = (ops.gather_rows(x.flatten(3), self.outliers) for x in (keys, values))
-        self.store.append(*(x.view(*x.shape[:2], -1, self.spec.head_dim) for x in exact))
-        local = slice(self.sealed - plan.local, self.sealed)
-        self.store.append(whole.k[:, :, local], whole.v[:, :, local])
+        local = whole.between(self.sealed - plan.local, self.sealed)[:2]
+        room = self.request.capacity - self.layer.seen
+        self.layer.store = KVStore.holding(self.spec, self.cache, room, (k, v), local)
 
     def _factorise(self, keys: Tensor, count: int) -> None:
         """Factorise all keys [B G S D] of the prompt before their rotation, those of all KV heads
@@ -167,27 +163,23 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         """Return keys and values of the tokens of chunks [B G K]: keys rebuilt from their factors,
         while the values are fetched. `slots` [B G K] names the places in the cache of earlier
         chunks on the device where values are; -1: not there."""
-        coming, size = self._values(chunks, slots), self.method.chunk
+        held, size = self.values, self.method.chunk
+        coming: Callable[[], Tensor]
+        if isinstance(held, Rows | BatchedHostRows):
+            near = None if slots is None else self.held_v
+
+            def read(traffic: Traffic) -> Tensor:
+                return held.gather(cast(Tensor, chunks), traffic, slots, near)
+
+            coming = self.cache.fetch(read, early=True).wait
+        else:  # values of several sequences on the device, which are copied at once
+            coming = partial(filled, ops.gather_rows(held, chunks))
         keys = ops.rebuild_keys(
             self.u, self.basis, chunks, size, self.rope_table.cos, self.rope_table.sin
         )
         live = (chunks.sizes * size).on(chunks.device) if isinstance(chunks, Ragged) else None
         values = coming().view(*keys.shape[:2], -1, keys.shape[3])[:, :, : keys.shape[2]]
         return Segment(filled(keys), values, live=live)
-
-    def _values(self, chunks: Tensor | Ragged, slots: Tensor | None) -> Callable[[], Tensor]:
-        """Start to fetch the values of chunks [B G K], and return a function that waits for them
-        and returns them. `slots`: as in `_rebuild`. Where several sequences step together and their
-        values lie on the device, nothing is fetched: they are copied at once."""
-        if not isinstance(held := self.values, Rows | BatchedHostRows):
-            here = filled(ops.gather_rows(held, chunks))
-            return lambda: here
-        near = None if slots is None else self.held_v
-
-        def read(traffic: Traffic) -> Tensor:
-            return held.gather(cast(Tensor, chunks), traffic, slots, near)
-
-        return self.cache.fetch(read, early=True).wait
 
     def observe(self, x: AttnInput) -> None:
         self.rope_table.note(x)
@@ -246,8 +238,7 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         everything: keys rebuilt from their factors, except those of outliers, which are exact."""
         if self.plan is None:
             return
-        resident = self.store
-        self.layer.store = KVStore(self.spec, self.cache, self.request.capacity)
+        resident, spec = self.store, self.spec
         every = torch.arange(self.plan.candidates, device=self.outliers.device).expand(
             *self.outliers.shape[:2], -1
         )
@@ -258,8 +249,10 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
             .unsqueeze(-1)
             .expand(-1, -1, -1, keys.shape[3])
         )
-        self.store.append(keys.scatter(2, at, resident.k[:, :, :exact]), values)
-        self.store.append(resident.k[:, :, exact:], resident.v[:, :, exact:])
+        keys = keys.scatter(2, at, resident.k[:, :, :exact])
+        rest = resident.between(exact, resident.length)[:2]
+        room = self.request.capacity - keys.shape[2] - rest[0].shape[2]
+        self.layer.store = KVStore.holding(spec, self.cache, room, (keys, values), rest)
         self.plan = None
         for name in ("u", "basis", "values", "landmarks", "held", "held_k", "held_v"):
             # a restored cache has no landmarks, and no step may have read a chunk
@@ -274,16 +267,16 @@ def landmarks(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShadowKV(Method):
+class ShadowKV(RotatingMethod):
     """Define ShadowKV, which keeps keys as low-rank factors and values on the host, by its
     parameters. `chunk`: tokens of a chunk. `rank` of the factors: a whole number, or a share of a
     layer's key channels. `local_chunks`: how many last chunks are always read. `outlier_share`: the
     share of the other chunks read that are outliers. `hit_cache`: whether chunks chosen again stay
     on the device."""
 
-    offloads: ClassVar[bool] = True
-    needs = (ROTATION,)
-    tunable: ClassVar[Grids] = {
+    offloads = True
+    policies = (ShadowRead,)
+    tunable = {
         "chunk": (2, 4, 8, 16),
         "rank": (0.078125, 0.15625, 0.3125, 0.625, 1.0),
         "local_chunks": (1, 2, 4, 8),
@@ -385,10 +378,3 @@ class ShadowKV(Method):
                 f"rank={self.rank} is more than the {channels} channels of this model's keys: choose at most that, or "
                 "a share of them like 0.15625."
             )
-
-    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        tables = RopeTable.of_layers(specs, cache)
-        return [
-            Layer(spec, cache, self, ShadowRead(table))
-            for spec, table in zip(specs, tables, strict=True)
-        ]

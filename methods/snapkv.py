@@ -20,7 +20,7 @@ from kernels import ops
 from kernels.sink_logits import column_sums
 from methods.abilities.kept_codec import KeptCodec
 from methods.abilities.last_queries import LastQueries
-from methods.base import Cost, Grids, LayerWorkload, Plan, Takes
+from methods.base import Cost, LayerWorkload, Plan
 from methods.layers import Policy, PolicyMethod, between_ends
 from methods.parts import costs
 from methods.pools import KVStore
@@ -65,8 +65,8 @@ class SnapKV(PolicyMethod):
     whether each KV head or each query head keeps tokens of its own."""
 
     policies: ClassVar[tuple[type[Policy], ...]] = (SnapKeep,)
-    takes: ClassVar[Takes] = {KeptCodec: None}
-    tunable: ClassVar[Grids] = {
+    takes = {KeptCodec: None}
+    tunable = {
         "window": (8, 16, 32, 64),
         "kernel": (1, 3, 5, 7, 11, 15, 23, 31),
         "pooling": ("max", "avg"),

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from kernels import ops
 from kernels.mean_value import with_mean
 from kernels.reference import Segment
 from methods.abilities.kept_codec import KeptCodec
-from methods.base import AttnInput, Cost, CostError, Grids, LayerSpec, LayerWorkload, Plan, Takes
+from methods.base import AttnInput, Cost, CostError, LayerSpec, LayerWorkload, Plan, Takes
 from methods.layers import Select
 from methods.layers.windowed import Windowed
 from methods.parts import costs
@@ -54,9 +53,6 @@ class SparQRead(
     value: Tensor | None = None  # [B G 1 D], of the newest token, while a step attends
     covered: Tensor  # [B G g 1] fp32, the share of the approximate softmax on the tokens read
 
-    def split(self, budget: int) -> Plan:
-        return self.method.split(budget)
-
     def index(self, keys: Tensor) -> None:
         if self.method.channel_copy:
             self.by_channel = rows_for(keys.transpose(2, 3), self.cache, self.spec.index)
@@ -72,8 +68,7 @@ class SparQRead(
         sums, lse = self._scores(picked, channels)
         if both is not None:
             self.approximate = both, lse
-        rows: Tensor = ops.top_k(sums, top)
-        return rows
+        return ops.top_k(sums, top)
 
     def attend(self, q: Tensor, *segments: Segment) -> Tensor:
         """Attend to segments under one softmax, q [B H 1 D] -> [B H 1 D]. With `mean_value`, mix in
@@ -92,7 +87,7 @@ class SparQRead(
         out, self.covered = ops.attention_with_mean(
             both, segments, self.spec.scale, chosen, middle, sinks, self.value_sum, value, count
         )
-        return cast(Tensor, out)
+        return out
 
     def read(self, x: AttnInput, plan: Plan) -> Tensor:
         self.value = x.v if self.method.mean_value else None
@@ -118,8 +113,7 @@ class SparQRead(
             keys = fetch(partial(copy.first, self.spec.head_dim)).wait()
         else:
             keys = self.middle().k.mT if copy is None else copy
-        sums: tuple[Tensor, Tensor] = ops.channel_sums(picked, keys, channels)
-        return sums
+        return ops.channel_sums(picked, keys, channels)
 
     def forget(self, count: int, rows: Tensor) -> None:
         """Subtract the values of dropped tokens from the sum of all values, whose mean stands for
@@ -146,9 +140,9 @@ class SparQ(Windowed):
     `recent_ratio`: how many first and last tokens are always read."""
 
     policies = (SparQRead,)
-    offloads: ClassVar[bool] = True
-    rows_stay: ClassVar[bool] = True
-    tunable: ClassVar[Grids] = {
+    offloads = True
+    rows_stay = True
+    tunable = {
         **Windowed.tunable,
         "r": (4, 8, 16, 32),
         "mean_value": (True, False),

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from kernels.rope import rotate_by
 from methods.abilities.kept_codec import KeptCodec
-from methods.base import Cost, Grids, LayerWorkload, Takes
+from methods.base import Cost, LayerWorkload
 from methods.base.request import ROTATION
 from methods.layers import Keep, PolicyMethod
 from methods.parts import costs
@@ -66,9 +65,9 @@ class Streaming(PolicyMethod):
     positions."""
 
     policies = (StreamingKeep,)
-    takes: ClassVar[Takes] = {KeptCodec: None}
-    window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks"}
-    tunable: ClassVar[Grids] = {"sinks": (1, 4, 16, 64), "positions": ("cache", "original")}
+    takes = {KeptCodec: None}
+    window_names = {"sinks": "sinks"}
+    tunable = {"sinks": (1, 4, 16, 64), "positions": ("cache", "original")}
     sinks: int = 4
     positions: str = "cache"
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 from statistics import NormalDist
-from typing import ClassVar, Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from torch import Tensor
 from kernels import ops
 from kernels.reference import Segment
 from methods.abilities.kept_codec import KeptCodec
-from methods.base import Cost, Grids, LayerWorkload, Plan, Takes
+from methods.base import Cost, LayerWorkload, Plan
 from methods.layers import Select
 from methods.layers.indices import first_places
 from methods.layers.layer import PolicyMethod
@@ -52,12 +52,6 @@ class VAttentionRead(Select, capturable=True):
 
     method: VAttention
     keys: Tensor | None = None  # [B G M D], the middle keys, if their rows have left the store
-
-    def split(self, budget: int) -> Plan:
-        return self.method.split(budget)
-
-    def index(self, keys: Tensor) -> None:
-        """Do nothing: tokens are ranked by the keys themselves."""
 
     def sent_away(self, tokens: Segment) -> None:
         self.keys = tokens.k.clone()
@@ -79,17 +73,19 @@ class VAttentionRead(Select, capturable=True):
         if self.method.select_per == "query_head":
             weights, always = weights.flatten(1, 2).unsqueeze(2), always.flatten(1, 2).unsqueeze(2)
         ranks, heavy = weights.sum(2), self.method.top_of(top)
-        best = cast(Tensor, ops.top_k(ranks, heavy))
-        known = always + weights.gather(3, best.unsqueeze(2).expand(*weights.shape[:3], -1)).sum(-1)
+        best = ops.top_k(ranks, heavy)
+
+        def weights_of(rows: Tensor) -> Tensor:
+            return weights.gather(3, rows.unsqueeze(2).expand(*weights.shape[:3], -1))
+
+        known = always + weights_of(best).sum(-1)
         drawn = self._draws(top - heavy, among).repeat_interleave(
             weights.shape[1] // self.spec.num_kv_heads, 0
         )
         drawn = drawn.expand(len(q), -1, -1)
         exact = torch.zeros_like(ranks, dtype=torch.bool).scatter_(2, best, True).gather(2, drawn)
-        terms = weights.gather(3, drawn.unsqueeze(2).expand(*weights.shape[:3], -1))
-        wanted = self.method.sample_size(
-            terms.masked_fill(exact.unsqueeze(2), 0), known, among
-        ).amax(2, keepdim=True)
+        terms = weights_of(drawn).masked_fill(exact.unsqueeze(2), 0)
+        wanted = self.method.sample_size(terms, known, among).amax(2, keepdim=True)
         size = wanted.clamp(max=top - heavy)
         self.cache.traffic.samples += wanted.numel()
         self.cache.traffic.tally("capped", (wanted > size).sum())
@@ -138,11 +134,11 @@ class VAttention(PolicyMethod):
     heads or KV heads choose."""
 
     policies = (VAttentionRead, ChoiceWeights)
-    offloads: ClassVar[bool] = True
-    takes: ClassVar[Takes] = {KeptCodec: None}
-    rows_stay: ClassVar[bool] = True
-    window_names = {"sinks": "sinks"}  # noqa: RUF012 (as in Method)
-    tunable: ClassVar[Grids] = {"epsilon": (0.05, 0.1, 0.2, 0.4), "top_ratio": (0.25, 0.5, 0.75)}
+    offloads = True
+    takes = {KeptCodec: None}
+    rows_stay = True
+    window_names = {"sinks": "sinks"}
+    tunable = {"epsilon": (0.05, 0.1, 0.2, 0.4), "top_ratio": (0.25, 0.5, 0.75)}
 
     epsilon: float = 0.05
     delta: float = 0.05

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class CountedAnswer(Ability):
     `Keep.keep` is asked again. `extra_rows`: how many rows a KV head may hold beyond the budget
     before rows are dropped down to it."""
 
-    budgets: ClassVar[str] = "rows of prompt and answer"
+    budgets = "rows of prompt and answer"
     extra_rows: int = 0
 
     def start(self, layer: KVLayer) -> CountedBound:
@@ -68,31 +68,31 @@ class CountedAnswer(Ability):
 class AnswerBound(AbilityState, capturable=True, of_each={}):
     """Let generated tokens go when they are more than their budget."""
 
-    what: ClassVar[str] = "budget_generated"
+    what = "budget_generated"
     bound: Bound | None = None  # from the seal to the next turn; None: all tokens that come stay
 
     def asked(self) -> Bound | None:
         """Return the bound that the budget asks for in this layer; None for none."""
         budget = self.request.budget
-        most = None if budget is None else budget.most_generated(self.spec.index)
-        return None if most is None else Bound(self.store.length, most, most - max(1, most // 8))
+        if budget is None or budget.generated is None or self.spec.index in budget.dense_layers:
+            return None
+        most = budget.generated
+        return Bound(self.store.length, most, most - max(1, most // 8))
 
     def reached(self) -> Bound | None:
         """Return the bound for the answer that follows; None if the cache has room for no more
         tokens than it allows."""
         bound, request = self.asked(), self.request
         longest = self.store.length + request.capacity - self.layer.seen
-        return (
-            bound
-            if bound is not None and (request.grows or longest > bound.first + bound.most)
-            else None
-        )
+        if bound is None or request.grows or longest > bound.first + bound.most:
+            return bound
+        return None
 
     def after_seal(self) -> bool:
         self.bound = bound = self.reached()
         self.layer.most = None if bound is None else bound.first + bound.most
-        if bound is not None and self.layer.room() < self.store.free:
-            self.store.resize(self.layer.room())
+        if bound is not None and (room := self.layer.room(self.store.length)) < self.store.free:
+            self.store.resize(room)
         return bound is not None
 
     def reopen(self) -> None:
@@ -147,7 +147,7 @@ class AnswerBound(AbilityState, capturable=True, of_each={}):
 class CountedBound(AnswerBound, capturable=True, of_each={}):
     """Let tokens of prompt and answer go when they are more than the method's budget."""
 
-    what: ClassVar[str] = "the budget"
+    what = "the budget"
 
     def __init__(self, extra_rows: int) -> None:
         self.extra_rows = extra_rows

@@ -5,7 +5,6 @@ seal, this file writes those that stay."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from methods.base import Ability, KVLayer, Method
 from methods.layers.ability_state import AbilityState
@@ -19,7 +18,7 @@ class KeptCodec(Ability):
     """Write tokens as `codec` says. Policies of a method that takes it attend by
     `Storage.attend_all`, which reads encoded tokens too. The setting `codec` adds it."""
 
-    lacking: ClassVar[str | None] = "has nothing that a codec is meant for"
+    lacking = "has nothing that a codec is meant for"
     codec: Codec
 
     def error(self, method: Method, why: str) -> ValueError:

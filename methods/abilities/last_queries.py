@@ -4,14 +4,14 @@ dropped while the model decodes, under a budget that counts prompt and answer.""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from methods.abilities import ability
 from methods.abilities.bounded_answer import CountedAnswer, CountedBound
-from methods.base import Ability, AttnInput, Cost, LayerWorkload
+from methods.base import AttnInput, Cost, LayerWorkload
 from methods.layers.layer import PolicyMethod
 from methods.layers.policy import Keep
 from methods.parts import costs
@@ -50,7 +50,7 @@ class EvictsWhileDecoding(PolicyMethod):
     """Define a method whose budget is all rows of a KV head, those of the answer included: a
     `LastQueries` policy says which stay at the seal, and whenever a new token has no room."""
 
-    abilities: ClassVar[tuple[Ability, ...]] = (CountedAnswer(),)
+    abilities = (CountedAnswer(),)
 
     @property
     def window(self) -> int:
@@ -58,20 +58,13 @@ class EvictsWhileDecoding(PolicyMethod):
         return 1
 
     def cost(self, case: LayerWorkload) -> Cost:
-        bounded = self._bounded(case)
-        queries = self.window * case.query_bytes if bounded.reserve < case.reserve else 0
-        return costs.evict(bounded, case.sealed if self.reads_whole(case) else case.budget) + Cost(
-            queries
-        )
-
-    def _bounded(self, case: LayerWorkload) -> LayerWorkload:
-        """Return `case` with room for no more generated tokens than a budget of prompt and answer
-        leaves beside the prompt's rows."""
+        kept = case.sealed if self.reads_whole(case) else case.budget
         rows, counted = case.rows, ability(self, CountedAnswer)
         if rows is None and case.budget < case.sealed:
             rows = case.budget
         if counted is None or rows is None or rows < self.smallest_budget:
-            return case
-        return replace(
-            case, reserve=min(case.reserve, rows + counted.extra_rows - min(case.sealed, rows))
-        )
+            return costs.evict(case, kept)
+        # no more generated tokens than a budget of prompt and answer leaves beside the prompt's rows
+        room = min(case.reserve, rows + counted.extra_rows - min(case.sealed, rows))
+        queries = self.window * case.query_bytes if room < case.reserve else 0
+        return costs.evict(replace(case, reserve=room), kept) + Cost(queries)

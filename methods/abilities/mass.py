@@ -4,31 +4,14 @@ carry a share of the weights. Keys in 4 bits estimate these (methods/parts/top_p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from kernels.ragged import Ragged, filled
-from kernels.reference import Segment
 from methods.base import Ability, BudgetError, KVLayer, Method
 from methods.layers.weights import ChoiceWeights, always_lse
 from methods.parts.top_p import RANGE_BYTES, carrying, estimated_logits, quantised_keys
-
-
-class HasCandidates(Protocol):
-    """Say what a `Read` policy must tell of its choices so that this ability can prune them."""
-
-    def always_read(self) -> list[Segment]:
-        """Return the segments of the store that every step reads, whatever it chooses."""
-
-    def candidates(self) -> Segment:
-        """Return the keys and values of which a step chooses, if they are still in the store;
-        `select` numbers them from the first one."""
-
-    def absent(self, rows: Tensor) -> Tensor | None:
-        """Return a mask of the entries of `rows`, a choice of `select`, that stand for no token;
-        None if all are tokens."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +19,7 @@ class Mass(Ability):
     """Let a step read only as many of its chosen tokens as carry `share` of their estimated weights.
     The setting `budget_mass` adds it, as `Budget.mass`."""
 
-    lacking: ClassVar[str | None] = (
-        "it has no second stage that prunes what it chose by estimated weights"
-    )
+    lacking = "it has no second stage that prunes what it chose by estimated weights"
     share: float
 
     def error(self, method: Method, why: str) -> ValueError:
@@ -55,9 +36,13 @@ class Pruned(
     ChoiceWeights, capturable=True, of_each={"key_codes": 2, "key_ranges": 2, "choices_read": None}
 ):
     """Hold copies of the keys of all candidates in 4 bits, and give minus infinity as log-weight to
-    those chosen tokens that the share of the weights does not need."""
+    those chosen tokens that the share of the weights does not need.
 
-    prunes: ClassVar[bool] = True
+    The layer's `Read` says in `candidates()` of which keys a step chooses, while they are still in
+    the store, in `always_read()` which segments every step reads, and in `absent(rows)` which
+    entries of a choice stand for no token (a mask; None if all are tokens)."""
+
+    prunes = True
     key_codes: Tensor | None = None  # [B G M D/2], codes of the candidates' keys
     key_ranges: Tensor | None = None  # [B G M 2], their offsets and steps
 
@@ -68,19 +53,15 @@ class Pruned(
         super().begin(chooses)
         self.key_codes = self.key_ranges = None
         if chooses:
-            self.key_codes, self.key_ranges = quantised_keys(self._reads.candidates().k)
-
-    @property
-    def _reads(self) -> HasCandidates:
-        reads: HasCandidates = self.layer.reads
-        return reads
+            self.key_codes, self.key_ranges = quantised_keys(self.layer.reads.candidates().k)
 
     def weigh(self, q: Tensor, rows: Tensor) -> None:
         """Return the log-weights of a choice of which the tokens are read that carry the share: 0,
         and minus infinity for the others. q [B H 1 D], rows [B G|H K]"""
         assert self.key_codes is not None
         assert self.key_ranges is not None
-        chosen, absent = filled(rows), self._reads.absent(rows)
+        reads = self.layer.reads
+        chosen, absent = filled(rows), reads.absent(rows)
         if isinstance(rows, Ragged):
             absent = torch.arange(chosen.shape[2], device=q.device) >= rows.counts.view(-1, 1, 1)
         if absent is not None:
@@ -91,7 +72,7 @@ class Pruned(
         )
         if absent is not None:
             logits = logits.masked_fill(absent.unsqueeze(2), float("-inf"))
-        always = always_lse(self._reads.always_read(), grouped, self.spec).view(logits.shape[:3])
+        always = always_lse(reads.always_read(), grouped, self.spec).view(logits.shape[:3])
         read = carrying(logits, always, self.share)
         self.log_weights = torch.zeros(read.shape, device=q.device).masked_fill(
             ~read, float("-inf")

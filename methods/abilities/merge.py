@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels import ops
 from kernels.sink_logits import column_sums
 from methods.abilities.bounded_answer import CountedBound
 from methods.base import Ability, KVLayer, Method
@@ -97,12 +98,9 @@ class Merging(AbilityState, capturable=True, of_each={}):
         drawn = self.draws(chances.nan_to_num(nan=0.0, posinf=1.0).clamp(0, 1))
         share = drawn / number.clamp(min=1)
         values = self.store.v
-        wide = (*rows.shape, values.shape[3])
-        moved = values.gather(2, gone.unsqueeze(3).expand(*gone.shape, wide[3])) * share.unsqueeze(
-            3
-        )
+        moved = ops.gather_rows(values, gone) * share.unsqueeze(3)
         moved = (moved.unsqueeze(3) * there.unsqueeze(4)).flatten(2, 3)  # [B G E*N D]
-        kept = values.gather(2, rows.unsqueeze(3).expand(wide)).float()
+        kept = ops.gather_rows(values, rows).float()
         merged = kept.scatter_add_(2, places.unsqueeze(3).expand(moved.shape), moved.float())
         self.layer.write(rows, v=merged.to(values.dtype))
         self.received = self.received.gather(2, rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,19 +39,11 @@ class Piece(NamedTuple):
     end: int
 
 
-@runtime_checkable
-class SeesRepetition(Protocol):
-    """Say what a policy has that learns from the repetition."""
-
-    def repeated(self, x: AttnInput, piece: Piece) -> None:
-        """Take note of tokens that follow the complete prompt and end with a repetition of `piece`
-        of it."""
-
-
 @dataclass(frozen=True)
 class Repeat(Ability):
     """Have the model read its complete prompt again, in pieces of `chunk` tokens, before it is
-    sealed. Layers store nothing of it."""
+    sealed. Layers store nothing of it. A policy that learns from it has a method `repeated(x, piece)`,
+    which takes note of tokens that follow the complete prompt and end with a repetition of `piece`."""
 
     chunk: int
 
@@ -92,10 +84,9 @@ def attend_again(layer: KVLayer, x: AttnInput, piece: Piece) -> Tensor:
             raise NotImplementedError(
                 f"{type(layer).__name__} cannot see its prompt repeated: write `repeat`."
             )
-        out: Tensor = repeat(x)
-        return out
+        return repeat(x)
     for policy in layer.policies:
-        if isinstance(policy, SeesRepetition):
+        if hasattr(policy, "repeated"):
             policy.repeated(x, piece)
     k, v = torch.cat([layer.store.k, x.k], 2), torch.cat([layer.store.v, x.v], 2)
     return sink_logits.causal_attention(x.q, k, v, layer.spec.scale, layer.spec.sink_logits)

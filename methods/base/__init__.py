@@ -8,7 +8,7 @@ tokens, K chosen tokens, D head size, E model width. KV head i serves query head
 from __future__ import annotations
 
 from methods.base.cost import Cost, CostError, LayerWorkload
-from methods.base.layer import Attended, KVLayer, over_steps
+from methods.base.layer import Attended, KVLayer, Reading, over_steps
 from methods.base.method import (
     Ability,
     Grids,
@@ -39,6 +39,7 @@ __all__ = [
     "NextRow",
     "PaperBudget",
     "Plan",
+    "Reading",
     "Request",
     "Takes",
     "check_layers",

@@ -22,9 +22,11 @@ class Attended(NamedTuple):
     generated: float  # tokens since the seal, the current one included
 
 
-def over_steps(
-    steps: int, prompt: float | Tensor, generated: float | Tensor
-) -> tuple[float | Tensor, float | Tensor]:
+# as `Attended`; a number that only the device knows is a tensor [B]
+Reading = tuple[float | Tensor, float | Tensor]
+
+
+def over_steps(steps: int, prompt: float | Tensor, generated: float | Tensor) -> Reading:
     """Return the prompt tokens and generated tokens that `steps` steps have read, of which the last
     one read so many: the same of the prompt, and one generated token more than the step before."""
     return prompt * steps, generated * steps - steps * (steps - 1) // 2
@@ -83,7 +85,7 @@ class KVLayer(ABC):
     @abstractmethod
     def attended(self) -> Attended: ...
 
-    def readings(self, steps: int) -> tuple[float | Tensor, float | Tensor]:
+    def readings(self, steps: int) -> Reading:
         """Return how many prompt tokens and generated tokens the last `steps` steps have read, without
         waiting for the device: a number that only the device knows is a tensor [B] that the next step
         may overwrite. Several steps are counted at once when a layer has taken them together with

@@ -198,11 +198,6 @@ class CacheState:
         assert self.ahead
         return self.engine.work(compute, self.request.device)
 
-    def send(self, write: Callable[[Traffic], None]) -> None:
-        """Run `write`, which moves keys and values away from the device and adds their bytes to the
-        `Traffic` (counts of moved bytes) that it is given; then add these to the cache's counts."""
-        self.engine.send(write, self.traffic)
-
     @property
     def checking(self) -> bool:
         """Return whether to check what a method's function has just returned. While a step is

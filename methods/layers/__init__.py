@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from methods.layers.ability_state import AbilityState
 from methods.layers.indices import between_ends, ends, gather_per_head
-from methods.layers.layer import Layer, PolicyMethod
+from methods.layers.layer import Layer, PolicyMethod, RotatingMethod
 from methods.layers.policy import Evict, Keep, Padded, Policy
 from methods.layers.read import Read, Select
 from methods.layers.storage import Storage
@@ -23,6 +23,7 @@ __all__ = [
     "Policy",
     "PolicyMethod",
     "Read",
+    "RotatingMethod",
     "Select",
     "Storage",
     "between_ends",

@@ -155,12 +155,7 @@ def _joined(policies: Sequence[Policy], layer: Layer, slots: Slots) -> Policy:
     for name, how in (type(joint).of_each or {}).items():
         values = [getattr(policy, name, None) for policy in policies]
         if all(value is not None for value in values):
-            most = (
-                getattr(joint, how.most)
-                if isinstance(how, Padded) and how.most is not None
-                else None
-            )
-            setattr(joint, name, _several(values, how, most, layer.cache, slots))
+            setattr(joint, name, _several(joint, values, how, slots))
     if isinstance(joint, Read) and joint.plan is not None:
         joint.plan = _plan([cast(Read[Any], policy).plan for policy in policies], slots)
     return joint
@@ -172,37 +167,32 @@ def _plan(plans: Sequence[Any], slots: Slots) -> Any:
     sequences that step together have equally many."""
     if not isinstance(plans[0], tuple):
         return slots.of_rows(plans)
-    numbers: Any = {name: [getattr(plan, name) for plan in plans] for name in plans[0]._fields}  # type: ignore[attr-defined]
-    return type(plans[0])(
-        **{
-            name: same[0] if name == "sinks" else slots.of_rows(same)
-            for name, same in numbers.items()
-        }
-    )
+    kind: Any = type(plans[0])
+    each = zip(kind._fields, zip(*plans, strict=True), strict=True)
+    return kind(*(same[0] if name == "sinks" else slots.of_rows(same) for name, same in each))
 
 
-def _several(
-    values: Sequence[Any], how: int | Padded | None, most: int | None, cache: CacheState, slots: Slots
-) -> Any:  # fmt: skip
-    """Return what the joint policy has in place of an attribute whose values in the single layers
-    are `values`. `how`: the attribute's entry in `Policy.of_each`. `most`: the size to which
-    tensors are padded in the dimension of a `Padded`; None: the longest one's."""
+def _several(joint: Policy, values: Sequence[Any], how: int | Padded | None, slots: Slots) -> Any:
+    """Return what the policy `joint` has in place of an attribute whose values in the single layers
+    are `values`. `how`: the attribute's entry in `Policy.of_each`."""
     if isinstance(values[0], int):
         return slots.of_rows(values)
     if hasattr(values[0], "batched"):
         same = tuple(map(id, values))
         if same not in slots.shared:
             seen = slots.of_rows([layer.seen for layer in slots.layers])
-            slots.shared[same] = values[0].batched(values, cache, seen, slots.dead)
+            slots.shared[same] = values[0].batched(values, joint.cache, seen, slots.dead)
         return slots.shared[same]
     tensors = [value.stored if isinstance(value, MemoryRows) else value for value in values]
     parts = [part for tensor in tensors for part in tensor.split(1)]
     if isinstance(values[0], HostRows):
         assert isinstance(how, int)
-        return BatchedHostRows(parts, cache.request.device, how, slots.dead)
+        return BatchedHostRows(parts, joint.request.device, how, slots.dead)
     if isinstance(how, int):
         return with_free_slots(parts, how, slots.dead)
     if isinstance(how, Padded):
         joined = with_free_slots(parts, how.dim, slots.dead).whole
-        return joined if most is None else as_wide(joined, most, how.dim).contiguous()
+        if how.most is None:
+            return joined
+        return as_wide(joined, getattr(joint, how.most), how.dim).contiguous()
     return torch.cat([*parts, *(torch.zeros_like(parts[0]) for _ in range(slots.dead or 0))])

@@ -25,8 +25,7 @@ def gather_per_head(x: Tensor, rows: Tensor) -> Tensor:
     """Copy chosen tokens of each head, x [B G S D], rows [B G K] or [B H K] -> [B G K D] or
     [B H K D]. With rows of query heads, each takes its tokens from its KV head."""
     batch, groups = x.shape[:2]
-    gathered: Tensor = ops.gather_rows(x, rows.reshape(batch, groups, -1))
-    return gathered.view(*rows.shape, -1)
+    return ops.gather_rows(x, rows.reshape(batch, groups, -1)).view(*rows.shape, -1)
 
 
 def read_together(rows: Tensor, groups: int, stored: int) -> Tensor:

@@ -3,12 +3,22 @@ decide what is kept of the prompt and what a decode step reads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor
 
-from methods.base import Attended, AttnInput, CacheState, KVLayer, LayerSpec, Method, NextRow
+from methods.base import (
+    Attended,
+    AttnInput,
+    CacheState,
+    KVLayer,
+    LayerSpec,
+    Method,
+    NextRow,
+    Reading,
+)
+from methods.base.request import ROTATION
 from methods.layers.ability_state import AbilityState
 from methods.layers.dropped import Dropped
 from methods.layers.indices import read_together
@@ -16,6 +26,7 @@ from methods.layers.policy import Evict, Policy
 from methods.layers.read import Read
 from methods.layers.storage import Storage
 from methods.layers.weights import ChoiceWeights
+from methods.parts.rope_table import RopeTable
 from methods.pools import PerHeadPool
 from methods.tiers.tier import DEVICE, HOST
 
@@ -123,9 +134,12 @@ class Layer(Storage, capturable=True):
 
     @property
     def attended(self) -> Attended:
-        return self.attends.attended
+        prompt, generated = (
+            x.double().mean().item() if isinstance(x, Tensor) else x for x in self.attends.reading
+        )
+        return Attended(prompt, generated)
 
-    def readings(self, steps: int) -> tuple[float | Tensor, float | Tensor]:
+    def readings(self, steps: int) -> Reading:
         return self.attends.readings(steps)
 
     def read_positions(self) -> Tensor | None:
@@ -155,31 +169,20 @@ class Layer(Storage, capturable=True):
         """Return the bytes of keys and values that the last step read, in all sequences, in the
         size in which they are held: quantised ones count less. Keys that are rebuilt from factors
         count as plain rows, and copies of keys that estimated weights (`Budget.mass`) on top."""
-        rows, heads, (prompt, generated) = (
-            self.attends.read_rows(),
-            self.request.batch * self.heads,
-            self.attended,
-        )
-        # then each head has copies of its own
-        if rows is None or self.heads != self.spec.num_kv_heads:
-            coded = 0 if self.far is None else self.far.encoded * heads
-            tokens = (prompt + generated) * heads
-        else:
-            coded = (
-                0
-                if self.far is None
-                else self._count(rows, self.first_far, self.first_far + self.far.encoded)
-            )
-            tokens = self._count(rows, 0, self.seen) + generated * heads
+        rows, far = self.attends.read_rows(), self.far
+        heads, (prompt, generated) = self.request.batch * self.heads, self.attended
+        if self.heads != self.spec.num_kv_heads:
+            rows = None  # then each head has copies of its own
         size = 2 * self.spec.head_dim * self.request.dtype.itemsize
-        copies = (
-            0 if self.reads is None or self.reads.weights is None else self.reads.weights.bytes_read
-        )
-        return (
-            tokens * size
-            + copies
-            + (coded * (self.far.token_bytes - size) if self.far is not None else 0)
-        )
+        listed = prompt * heads if rows is None else self._count(rows, 0, self.seen)
+        read = (listed + generated * heads) * size
+        if far is not None:
+            first, last = self.first_far, self.first_far + far.encoded
+            coded = far.encoded * heads if rows is None else self._count(rows, first, last)
+            read += coded * (far.token_bytes - size)
+        if self.reads is not None and self.reads.weights is not None:
+            read += self.reads.weights.bytes_read
+        return read
 
     def state(self) -> dict[str, Tensor]:
         of_policies = {
@@ -238,23 +241,41 @@ class Layer(Storage, capturable=True):
             self.prompt_rows = self.sealed
         if self.most is not None:
             self.most = None
-            self.store.resize(self.room())
+            self.store.resize(self.room(self.store.length))
 
     def grow(self, more: int) -> None:
         super().grow(more)
-        self.store.resize(self.room())
+        self.store.resize(self.room(self.store.length))
         for policy in self.policies:
             policy.grow(more)
 
 
 class PolicyMethod(Method):
-    """Define a method whose layers are all a plain `Layer`, which stores keys and values and asks
+    """Define a method whose layers are all of the class `layer`, which stores keys and values and asks
     policies what to keep and read: one new policy of each class in `policies`."""
 
-    policies: ClassVar[tuple[type[Policy], ...]]
+    layer: ClassVar[type[Layer]] = Layer
+    policies: ClassVar[tuple[type[Policy], ...]] = ()
 
     def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        return [Layer(spec, cache, self, *(policy() for policy in self.policies)) for spec in specs]
+        return [
+            self.layer(spec, cache, self, *(policy() for policy in self.policies)) for spec in specs
+        ]
+
+
+class RotatingMethod(PolicyMethod):
+    """Define a method whose policies rotate keys: each is made with its layer's `RopeTable`, which
+    remembers the rotations of all positions."""
+
+    needs = (ROTATION,)
+    policies: ClassVar[tuple[Callable[[RopeTable], Policy], ...]]  # type: ignore[assignment]
+
+    def start(self, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
+        tables = RopeTable.of_layers(specs, cache)
+        return [
+            self.layer(spec, cache, self, *(policy(table) for policy in self.policies))
+            for spec, table in zip(specs, tables, strict=True)
+        ]
 
 
 def _within(state: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:

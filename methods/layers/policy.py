@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from methods.base import Attended, AttnInput, CacheState, LayerSpec, Method, Request, over_steps
+from methods.base import AttnInput, CacheState, LayerSpec, Method, Reading, Request, over_steps
 from methods.base.state import undeclared
 from methods.layers.storage import Storage
 from methods.pools import KVStore
@@ -123,18 +123,16 @@ class Policy:
         return self.layer.attend_all(x.q)
 
     @property
-    def attended(self) -> Attended:
+    def reading(self) -> Reading:
+        """Return how many prompt tokens and generated tokens one head that chooses for itself read in
+        the last step, without waiting for the device."""
         left = self.layer.dropped.prompt_left
-        prompt = self.sealed if left is None else left.mean().item()
-        return Attended(prompt, self.layer.stored - prompt)
+        prompt = self.sealed if left is None else left
+        return prompt, self.layer.stored - prompt
 
-    def readings(self, steps: int) -> tuple[float | Tensor, float | Tensor]:
-        """Return how many prompt tokens and generated tokens the last `steps` steps have read,
-        without waiting for the device (see `KVLayer.readings`)."""
-        left = self.layer.dropped.prompt_left
-        return over_steps(
-            steps, *(self.attended if left is None else (left, self.layer.stored - left))
-        )
+    def readings(self, steps: int) -> Reading:
+        """Return the same of the last `steps` steps together (see `KVLayer.readings`)."""
+        return over_steps(steps, *self.reading)
 
     def read_rows(self) -> Tensor | None:
         """Return the prompt tokens that the last step read, as row numbers in the store, [B G K]

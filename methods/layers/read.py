@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from kernels.ragged import Ragged, filled
 from kernels.reference import Segment, without_missing
 from kernels.step_inputs import to_device
-from methods.base import Attended, AttnInput, Plan, over_steps
+from methods.base import Attended, AttnInput, Plan, Reading, over_steps
 from methods.layers.indices import first_places, union_per_kv_head
 from methods.layers.policy import Policy
 from methods.layers.returned import ReturnedError
@@ -117,12 +117,11 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         self.arrival = None
         if arrival is not None:
             return arrival.wait()
-        if rows.shape[1] == groups and unread is not None:
-            return far.gather(
-                filled(rows).masked_fill(unread, 0), torch.where(unread, 0, -1)
-            ).wait()
         if rows.shape[1] == groups:
-            return far.gather(rows).wait()
+            if unread is None:
+                return far.gather(rows).wait()
+            there = filled(rows).masked_fill(unread, 0)
+            return far.gather(there, torch.where(unread, 0, -1)).wait()
         chosen, live = filled(rows), rows.counts if isinstance(rows, Ragged) else None
         every = torch.arange(chosen.shape[1] // groups * chosen.shape[2], device=rows.device)
         if far.tier == DEVICE:  # nothing moves, so that each head may read what it chose itself
@@ -214,27 +213,21 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         )
 
     @property
-    def attended(self) -> Attended:
+    def reading(self) -> Reading:
         if self.plan is None:
-            return super().attended
+            return super().reading
         whole = self.attended_under(self.plan)
         if self.weights is None or self.rows is None:
             return whole
-        return whole._replace(
-            prompt=self._always_read() + self.weights.read_of_choice().mean().item()
-        )
+        always = whole.prompt - self.rows.shape[2]
+        return always + self.weights.read_of_choice(), whole.generated
 
-    def _always_read(self) -> float:
-        """Return how many prompt tokens a head reads besides the chosen ones."""
-        assert self.plan is not None
-        assert self.rows is not None
-        return self.attended_under(self.plan).prompt - self.rows.shape[2]
-
-    def readings(self, steps: int) -> tuple[float | Tensor, float | Tensor]:
+    def readings(self, steps: int) -> Reading:
         if self.plan is None or self.weights is None or self.rows is None:
             return super().readings(steps)
-        _, generated = over_steps(steps, 0, self.attended_under(self.plan).generated)
-        return self.weights.take_count(steps, self._always_read()), generated
+        whole = self.attended_under(self.plan)
+        read = self.weights.take_count(steps, whole.prompt - self.rows.shape[2])
+        return read, over_steps(steps, *whole)[1]
 
     def read_rows(self) -> Tensor | None:
         rows, groups = self.selected_rows(), self.spec.num_kv_heads
@@ -262,10 +255,14 @@ class Select(Read[Plan], capturable=True):
     The middle may lie on another tier or be quantised (settings `placement` and `codec`): only the
     selected tokens are then fetched."""
 
-    @abstractmethod
+    def split(self, budget: int) -> Plan:
+        """Return how `budget` tokens are divided among sinks, window and chosen tokens: by default as
+        the method's own `split` says."""
+        return cast(Any, self.method).split(budget)
+
     def index(self, keys: Tensor) -> None:
         """Prepare to choose among the middle tokens, those between sinks and window, by their keys
-        [B G M D]."""
+        [B G M D]. By default nothing is prepared: `select` looks at the keys themselves."""
 
     @abstractmethod
     def select(self, q: Tensor, top: int) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from methods.base import KVLayer
-from methods.pools import KVStore, PerHeadStore
+from methods.pools import KVStore
 
 
 class ReturnedError(ValueError):
@@ -26,13 +26,7 @@ def unwritten(layer: KVLayer) -> Iterator[None]:
     """Raise `ReturnedError` if a decode step of `layer`, in the block, changes a row that its store
     holds already, other than by `KVStore.write`."""
     store = getattr(layer, "store", None)
-    stores = (
-        store.stores
-        if isinstance(store, PerHeadStore)
-        else [store]
-        if isinstance(store, KVStore)
-        else []
-    )
+    stores = getattr(store, "stores", [store]) if isinstance(store, KVStore) else []
     held = [(name, getattr(one, name)[:, :, : one.length]) for one in stores for name in one.steady]
     before = [rows.clone() for _, rows in held]
     yield

@@ -3,26 +3,25 @@ elsewhere, and attention over them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import repeat
-from typing import Any, ClassVar
+from itertools import pairwise, repeat
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels import ops, sink_logits
-from kernels.coded import Codes
 from kernels.ragged import filled
 from kernels.reference import Segment
-from kernels.rotated import Rotated
 from methods.base import AttnInput, CacheState, KVLayer, LayerSpec, Method
 from methods.layers.dropped import Dropped
 from methods.layers.indices import gather_per_head, union_per_kv_head
 from methods.layers.returned import check_rows, check_rows_per_head
 from methods.pools import KVStore, PerHeadPool, PerHeadStore, Pool
 from methods.tiers.block import FAR, tokens_in
+from methods.tiers.codec import Part
 
 # name of the row in the store before which the tokens belong that were sent away
 FIRST = f"{FAR}.first"
@@ -33,7 +32,7 @@ class Storage(KVLayer):
     except for a range of the prompt that may have moved to the pool `far`, on another tier or in
     fewer bits."""
 
-    diagnostics: ClassVar[tuple[str, ...]] = ("positions", "dropped")
+    diagnostics = ("positions", "dropped")
     far: Pool | None = None  # holds tokens of the sealed prompt from `first_far` on
     first_far = 0
     evicted = 0  # tokens that have left for good
@@ -94,10 +93,10 @@ class Storage(KVLayer):
             )
         return limit
 
-    def room(self) -> int:
-        """Return for how many further tokens the store needs room."""
+    def room(self, stored: int) -> int:
+        """Return for how many further tokens a store of `stored` tokens needs room."""
         room = self.request.capacity - self.seen
-        return room if self.most is None else min(room, self.most - self.store.length)
+        return room if self.most is None else min(room, self.most - stored)
 
     def take_in(self, x: AttnInput) -> None:
         """Store the keys and values of new tokens; if query heads have copies of their own, each
@@ -118,17 +117,13 @@ class Storage(KVLayer):
         """Drop all stored tokens except `rows`, [B G K] or [B H K], ascending, and shrink the store
         to them. With rows per query head, each query head gets a copy of its own."""
         self.check_rows("layer.retain was given", rows, self.store.length, ascending=True)
-        whole, room, heads = self.store, self.request.capacity - self.seen, rows.shape[1]
-        if self.most is not None:
-            room = min(room, self.most - rows.shape[2])
+        whole, heads = self.store, rows.shape[1]
         self.positions = (
             self.stored_positions().repeat_interleave(heads // self.heads, 1).gather(2, rows)
         )
+        kept = gather_per_head(whole.k, rows), gather_per_head(whole.v, rows)
+        self.store = KVStore.holding(self.spec, self.cache, self.room(rows.shape[2]), kept)
         self.evicted += whole.length - rows.shape[2]
-        self.store = KVStore(
-            replace(self.spec, num_kv_heads=heads), self.cache, rows.shape[2] + room
-        )
-        self.store.append(gather_per_head(whole.k, rows), gather_per_head(whole.v, rows))
         self.sealed = rows.shape[2]
 
     def retain_per_head(self, rows: Sequence[Tensor]) -> None:
@@ -143,12 +138,10 @@ class Storage(KVLayer):
             check_rows_per_head(
                 rows, whose, [len(k) for k, _ in stored], self.heads, self.request.device
             )
-        heads = [
-            (place[-len(k) :], k, v, at)
-            for place, (k, v), at in zip(places, stored, rows, strict=True)
-        ]
-        self.positions = _side_by_side([place[at] for place, _, _, at in heads], self.request.batch)
-        keys, values = [k[at] for _, k, _, at in heads], [v[at] for _, _, v, at in heads]
+        heads = zip(places, stored, rows, strict=True)
+        kept = [(place[-len(k) :][at], k[at], v[at]) for place, (k, v), at in heads]
+        positions, keys, values = zip(*kept, strict=True)
+        self.positions = _side_by_side(positions, self.request.batch)
         self.store = PerHeadStore(self.spec, self.cache, keys, values, room)
         self.evicted += whole.length - self.store.length
         self.sealed = self.store.length
@@ -160,31 +153,24 @@ class Storage(KVLayer):
         if k.shape[2] != self.store.length:
             self.positions = torch.full(k.shape[:3], -1, device=k.device)
         self.evicted += self.store.length - k.shape[2]
-        self.store = KVStore(self.spec, self.cache, k.shape[2] + self.request.capacity - self.seen)
-        self.store.append(k, v)
+        room = self.request.capacity - self.seen
+        self.store = KVStore.holding(self.spec, self.cache, room, (k, v))
 
     def write(self, rows: Tensor, *, k: Tensor | None = None, v: Tensor | None = None) -> None:
         """Write keys k, values v or both [B heads K D] in place of those of the stored tokens rows
         [B heads K], in the prompt or in a step. They must not be changed otherwise: a cache that goes
         back to an earlier state, for another question or a likelihood, would keep the change."""
-        for refused, reason in (
-            (
-                self.cache.counters.running,
-                "its policies' class lines say capturable or of_each: leave that out",
-            ),
-            (
-                self.method.rows_stay,
-                "it says rows_stay, so conversations would lose them: leave that out",
-            ),
-            (
-                isinstance(self.store, PerHeadStore),
-                "heads hold different numbers of them: keep equally many",
-            ),
-        ):
-            if refused:
-                raise ValueError(
-                    f"{type(self.method).__name__} cannot write keys and values: {reason}."
-                )
+        reason = None
+        if self.cache.counters.running:
+            reason = "its policies' class lines say capturable or of_each: leave that out"
+        elif self.method.rows_stay:
+            reason = "it says rows_stay, so conversations would lose them: leave that out"
+        elif isinstance(self.store, PerHeadStore):
+            reason = "heads hold different numbers of them: keep equally many"
+        if reason is not None:
+            raise ValueError(
+                f"{type(self.method).__name__} cannot write keys and values: {reason}."
+            )
         self.check_rows("layer.write was given", rows, self.store.length, heads=(self.heads,))
         self.store.write(rows, k, v)
 
@@ -212,23 +198,18 @@ class Storage(KVLayer):
         may lie on another tier or quantise them. Return their keys and values, still on the
         device."""
         whole = self.store
-        tokens = Segment(whole.k[:, :, first:end], whole.v[:, :, first:end])
+        before, tokens, after = (
+            whole.between(*ends) for ends in pairwise((0, first, end, whole.length))
+        )
         self.far, self.first_far = self.new_pool(end - first), first
         self.far.append(tokens.k, tokens.v)
-        self.store = KVStore(self._stored_spec, self.cache, whole.k_rows.shape[2] - self.far.length)
-        for part in (slice(0, first), slice(end, whole.length)):
-            self.store.append(whole.k[:, :, part], whole.v[:, :, part])
+        self.store = KVStore.holding(self.spec, self.cache, whole.free, before[:2], after[:2])
         return tokens
 
     def new_pool(self, room: int) -> Pool:
         """Return an empty pool with room for `room` tokens that leave the store. A subclass
         overrides it to use another codec."""
-        return Pool(self._stored_spec, self.cache, room)
-
-    @property
-    def _stored_spec(self) -> LayerSpec:
-        """Return the layer's spec with as many KV heads as are stored."""
-        return replace(self.spec, num_kv_heads=self.heads)
+        return Pool(replace(self.spec, num_kv_heads=self.heads), self.cache, room)
 
     def bring_back(self) -> None:
         """Move the tokens that lie on another tier or in fewer bits (the pool `far`) back to their
@@ -240,11 +221,9 @@ class Storage(KVLayer):
             keys, values = zip(*self._plain_heads(), strict=True)
             self.store, self.far = PerHeadStore(self.spec, self.cache, keys, values, room), None
             return
-        self.store = KVStore(self._stored_spec, self.cache, self.stored + room)
-        self.store.append(resident.k[:, :, :first], resident.v[:, :, :first])
-        self.store.append(*self.far.whole().wait()[:2])
-        self.store.append(resident.k[:, :, first:], resident.v[:, :, first:])
-        self.far = None
+        before, after = resident.between(0, first), resident.between(first, resident.length)
+        parts = (before[:2], self.far.whole().wait()[:2], after[:2])
+        self.store, self.far = KVStore.holding(self.spec, self.cache, room, *parts), None
 
     def contents(self) -> dict[str, Tensor]:
         """Return all stored tensors by name, as views where they lie: `k0`, `v0`, ... of the store
@@ -279,10 +258,9 @@ class Storage(KVLayer):
     def refill(self, contents: Mapping[str, Tensor]) -> None:
         """Restore, in a new layer that has seen no token, what `contents` of another layer
         returned."""
-        seen, k, v = (
-            int(contents["seen"]),
-            *([contents[name] for name in _numbered(contents, kind)] for kind in "kv"),
-        )
+        heads = sum(name[:1] == "k" and name[1:].isdigit() for name in contents)
+        k, v = ([contents[f"{kind}{head}"] for head in range(heads)] for kind in "kv")
+        seen = int(contents["seen"])
         far = {
             key.partition(".")[2]: x
             for key, x in contents.items()
@@ -292,9 +270,7 @@ class Storage(KVLayer):
         if len(k) > 1:
             self.store = PerHeadStore(self.spec, self.cache, k, v, room)
         else:
-            spec = replace(self.spec, num_kv_heads=k[0].shape[1])
-            self.store = KVStore(spec, self.cache, k[0].shape[2] + room)
-            self.store.append(k[0], v[0])
+            self.store = KVStore.holding(self.spec, self.cache, room, (k[0], v[0]))
         if far:
             self.first_far = int(contents[FIRST])
             self.far = self.new_pool(tokens_in(far))
@@ -325,7 +301,7 @@ class Storage(KVLayer):
 
         return self.store.each(q, attend)
 
-    def attend(self, q: Tensor, *segments: Segment | Codes | Rotated) -> Tensor:
+    def attend(self, q: Tensor, *segments: Part) -> Tensor:
         """Attend from one query to all of `segments`, under one softmax, q [B H 1 D] ->
         [B H 1 D]."""
         return sink_logits.segment_attention(q, segments, self.spec.scale, self.spec.sink_logits)
@@ -375,15 +351,6 @@ class Storage(KVLayer):
         if self.positions is None or self.heads == self.spec.num_kv_heads:
             return self.dropped.of_prompt(self.positions)
         return union_per_kv_head(self.positions, self.spec.num_kv_heads, self.evicted + self.sealed)
-
-
-def _numbered(names: Iterable[str], kind: str) -> list[str]:
-    """Return the names that consist of the letter `kind` and a number, in the order of the numbers:
-    of k0, v0, k1 those of kind k are k0, k1."""
-    return sorted(
-        (name for name in names if name[:1] == kind and name[1:].isdigit()),
-        key=lambda name: int(name[1:]),
-    )
 
 
 def _side_by_side(rows: Sequence[Tensor], batch: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ class ChoiceWeights(Policy, capturable=True, of_each={"choices_read": None}):
     `Read` whose layer has this policy sets `log_weights` in its `select`."""
 
     diagnostics = ("log_weights", "choices_read")
-    prunes: ClassVar[bool] = False  # a choice among all tokens leaves some of them out
+    prunes = False  # a choice among all tokens leaves some of them out
     layer: Any
     # fp32, of the shape of the last choice; None before the first one
     log_weights: Tensor | None = None

@@ -35,9 +35,8 @@ class WindowLayer(KVLayer, capturable=True):
         self.window = spec.window
         request = self.request
         self.size = min(self.window, request.capacity)  # rows of the ring
-        shape = (request.batch, spec.num_kv_heads, self.size, spec.head_dim)
-        self.k = torch.empty(shape, dtype=request.dtype, device=request.device)  # [B G W D]
-        self.v = torch.empty_like(self.k)
+        shape = (2, request.batch, spec.num_kv_heads, self.size, spec.head_dim)
+        self.rows = torch.empty(shape, dtype=request.dtype, device=request.device)  # [2 B G W D]
         self.written = 0  # tokens since the first row; counted round the ring, the next one's row
         self.seen = self.sealed = 0
 
@@ -45,18 +44,18 @@ class WindowLayer(KVLayer, capturable=True):
         self._take(x)
 
     def prefill(self, x: AttnInput) -> Tensor:
-        k, v = self._take(x)
-        return sink_logits.windowed_attention(
-            x.q, k, v, self.spec.scale, self.window, self.spec.sink_logits
-        )
+        return self._attend(x.q, self._take(x))
 
     def repeat(self, x: AttnInput) -> Tensor:
         """Attend as `methods.abilities.repeat.attend_again` says."""
-        k = torch.cat([*self._in_order(self.k), x.k], 2)
-        v = torch.cat([*self._in_order(self.v), x.v], 2)
-        return sink_logits.windowed_attention(
-            x.q, k, v, self.spec.scale, self.window, self.spec.sink_logits
-        )
+        return self._attend(x.q, self._followed_by(x))
+
+    def _attend(self, q: Tensor, rows: Tensor) -> Tensor:
+        """Attend from the queries of the last of these rows [2 B G S D], q [B H T D], each to its
+        window."""
+        k, v = rows
+        scale, sinks = self.spec.scale, self.spec.sink_logits
+        return sink_logits.windowed_attention(q, k, v, scale, self.window, sinks)
 
     def seal(self) -> None:
         self.sealed = self.seen
@@ -64,8 +63,7 @@ class WindowLayer(KVLayer, capturable=True):
     def decode(self, x: AttnInput) -> Tensor:
         self._refuse_misfit(x)
         row = self.cache.counters.positions(self.written, 1, x.k.device) % self.size
-        self.k.index_copy_(2, row, x.k)
-        self.v.index_copy_(2, row, x.v)
+        self.rows.index_copy_(3, row, torch.stack([x.k, x.v]))
         self.written += 1
         self.seen += 1
         return sink_logits.segment_attention(
@@ -88,15 +86,13 @@ class WindowLayer(KVLayer, capturable=True):
         return read.expand(self.request.batch, self.spec.num_kv_heads, -1)
 
     def state(self) -> dict[str, Tensor]:
-        k = torch.cat(self._in_order(self.k), 2)
-        v = torch.cat(self._in_order(self.v), 2)
+        k, v = torch.cat(self._in_order(), 3)
         return {"k": k, "v": v, "seen": torch.tensor(self.seen)}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.seen = self.sealed = int(state["seen"])
         self.written = min(self.size, state["k"].shape[2])
-        self.k = self._ring(state["k"])
-        self.v = self._ring(state["v"])
+        self.rows = self._ring(torch.stack([state["k"], state["v"]]))
 
     def count_replayed(self, steps: int) -> None:
         self.written += steps
@@ -106,43 +102,45 @@ class WindowLayer(KVLayer, capturable=True):
         super().grow(more)
         size = min(self.window, self.request.capacity)
         if (rows := size - self.size) > 0:  # so nothing has left the ring yet
-            self.k = pad(self.k, (0, 0, 0, rows))
-            self.v = pad(self.v, (0, 0, 0, rows))
+            self.rows = pad(self.rows, (0, 0, 0, rows))
             self.size = size
 
-    def _take(self, x: AttnInput) -> tuple[Tensor, Tensor]:
-        """Store a prompt chunk: its last tokens become the ring. Return keys and values [B G S D]
+    def _followed_by(self, x: AttnInput) -> Tensor:
+        """Return the keys and values of the window followed by those of `x`, [2 B G S D]."""
+        return torch.cat([*self._in_order(), torch.stack([x.k, x.v])], 3)
+
+    def _take(self, x: AttnInput) -> Tensor:
+        """Store a prompt chunk: its last tokens become the ring. Return keys and values [2 B G S D]
         of the window before the chunk followed by the chunk, for its attention."""
         self._refuse_misfit(x)
-        k = torch.cat([*self._in_order(self.k), x.k], 2)
-        v = torch.cat([*self._in_order(self.v), x.v], 2)
+        rows = self._followed_by(x)
         self.seen += x.k.shape[2]
-        self.written = min(self.size, k.shape[2])
-        self.k = self._ring(k)
-        self.v = self._ring(v)
-        return k, v
+        self.written = min(self.size, rows.shape[3])
+        self.rows = self._ring(rows)
+        return rows
 
     def _ring(self, rows: Tensor) -> Tensor:
         """Return a new ring (memory for the window's rows, in which a decoded token replaces the
-        oldest) that begins with the last of these rows [B G S D]."""
-        ring = rows.new_empty(*rows.shape[:2], self.size, rows.shape[3])
-        ring[:, :, : self.written] = rows[:, :, rows.shape[2] - self.written :]
+        oldest) that begins with the last of these rows [2 B G S D]."""
+        ring = rows.new_empty(*rows.shape[:3], self.size, rows.shape[4])
+        ring[..., : self.written, :] = rows[..., rows.shape[3] - self.written :, :]
         return ring
 
-    def _in_order(self, ring: Tensor) -> list[Tensor]:
+    def _in_order(self) -> list[Tensor]:
         """Return the rows of the ring, in which each decoded token replaces the oldest, in the
         order of the text, in two parts: those from the oldest token to the end of the ring, and
         those that stand before them in it."""
         oldest = self.written % self.size if self.written > self.size else 0
-        return [ring[:, :, oldest : self.written], ring[:, :, :oldest]]
+        return [self.rows[..., oldest : self.written, :], self.rows[..., :oldest, :]]
 
     def _stored(self) -> Segment:
         """Return keys and values of the window. While steps are captured in a CUDA graph this is
         the whole ring, with a count on the device of how many rows are filled."""
         if self.cache.counters.running:
-            live = self.cache.counters.tensor(self.written, self.k.device).clamp(max=self.size)
-            return Segment(self.k, self.v, live=live)
-        return Segment(self.k[:, :, : self.written], self.v[:, :, : self.written])
+            k, v = self.rows
+            live = self.cache.counters.tensor(self.written, k.device).clamp(max=self.size)
+            return Segment(k, v, live=live)
+        return Segment(*self.rows[..., : self.written, :])
 
     def _refuse_misfit(self, x: AttnInput) -> None:
         given = (x.k.shape[0], self.seen + x.k.shape[2])

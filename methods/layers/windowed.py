@@ -3,10 +3,9 @@ comparison does (arXiv 2407.12820)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import ClassVar
+from collections.abc import Callable
 
-from methods.base import Grids, Plan
+from methods.base import Plan
 from methods.layers.layer import PolicyMethod
 
 
@@ -16,8 +15,8 @@ class Windowed(PolicyMethod):
     paper of PQCache (arXiv 2407.12820) does: a share of what follows the sinks, with the sinks on
     top."""
 
-    window_names: ClassVar[Mapping[str, str]] = {"sinks": "sinks", "recent_ratio": "recent_ratio"}
-    tunable: ClassVar[Grids] = {
+    window_names = {"sinks": "sinks", "recent_ratio": "recent_ratio"}
+    tunable = {
         "sinks": (0, 4, 16, 32),
         "recent_ratio": (0.0, 0.125, 0.25, 0.5, 0.75),
     }

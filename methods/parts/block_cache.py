@@ -54,7 +54,7 @@ class BlockCache:
         blocks, traffic = rows // self.size, self.store.cache.traffic
         places = self._places().unsqueeze(1).expand(-1, rows.shape[1], -1).gather(2, blocks)
         held = places >= 0
-        slots = torch.where(places >= 0, places * self.size + rows % self.size, -1)
+        slots = torch.where(held, places * self.size + rows % self.size, -1)
         coming = self.store.gather(rows, slots, early=True)  # what follows hides it
         kept = [ops.gather_rows(x, slots.clamp(min=0)) for x in self.kv[:2]]
         traffic.looked_up += rows.numel()
@@ -138,8 +138,7 @@ class BlockCache:
         """Return the numbers of all tokens in the given blocks, blocks [B N] -> [B G N*size], the
         same for every KV head. With places instead of blocks they are rows of the held tensors."""
         groups = self.store.spec.num_kv_heads
-        rows: Tensor = ops.token_rows(blocks.unsqueeze(1).expand(-1, groups, -1), self.size)
-        return rows
+        return ops.token_rows(blocks.unsqueeze(1).expand(-1, groups, -1), self.size)
 
 
 def cost(case: LayerWorkload, length: int, top: int, size: int, slots: int, offered: int) -> Cost:

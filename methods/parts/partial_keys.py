@@ -97,7 +97,7 @@ class GrowingRows:
         """Return the products of queries with all stored rows, q [B G g W] -> [B G g length], and
         numbers whose largest is the largest product of a head, [B G g n], where they are known."""
         if not self.cache.counters.running:
-            return cast(Tensor, ops.row_scores(q, self.filled)), None
+            return ops.row_scores(q, self.filled), None
         scores, tops = ops.live_scores(q, self.stored, self.count())
         return filled(scores), tops
 

@@ -91,8 +91,7 @@ class RopeTable:
         """Rotate rows [B G K D], which have no rotation yet, to the position that lies `distance`
         before the next token, which stands at `start`. Return them in `dtype`."""
         at = self.cache.counters.tensor(start - distance, x.device)
-        turned: Tensor = ops.rotate_to(x, self.cos[None], self.sin[None], at, dtype)
-        return turned
+        return ops.rotate_to(x, self.cos[None], self.sin[None], at, dtype)
 
     def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Undo the rotation of rows [B G K D] that stand at `positions`, [K] or [B G K]. Return
@@ -109,8 +108,7 @@ class RopeTable:
             `target`, in one rotation."""
             norm = cos.square() + sin.square()
             turn, tilt = cos * there_cos + sin * there_sin, cos * there_sin - sin * there_cos
-            turned: Tensor = ops.rotate(x, turn / norm, tilt / norm)
-            return turned
+            return ops.rotate(x, turn / norm, tilt / norm)
 
         return self._apply(both, x, positions).to(x.dtype)
 
@@ -164,5 +162,4 @@ class RopeTables(RopeTable):
         """Rotate rows as `RopeTable.rotate_behind` does, where each sequence's next token stands at
         a position of its own and not at `start`. `distance` may be a number per sequence."""
         at = self.cache.counters.first(self._first - distance, x.device)
-        turned: Tensor = ops.rotate_to(x, *self._turns, at, dtype)
-        return turned
+        return ops.rotate_to(x, *self._turns, at, dtype)

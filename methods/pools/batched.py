@@ -12,16 +12,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels import ops
-from kernels.coded import Codes
 from kernels.per_sequence import PerSequence, per_sequence
 from kernels.ragged import Ragged, filled, with_free_slots
 from kernels.reference import Segment
-from kernels.rotated import Rotated
 from methods.base import CacheState, NextRow
 from methods.pools.device_store import Attend, KVStore, PerHeadStore
 from methods.pools.per_head import PerHeadPool
 from methods.pools.pool import Pool
-from methods.tiers.codec import Encoded
+from methods.tiers.codec import Encoded, Part
 from methods.tiers.tier import DEVICE
 from methods.tiers.traffic import Traffic
 from methods.tiers.transfer import Arrival
@@ -94,7 +92,7 @@ class BatchedStore(KVStore):
             stores = [
                 head for store in stores if isinstance(store, PerHeadStore) for head in store.stores
             ]
-            dead = None if dead is None else dead * self.heads
+            dead = dead and dead * self.heads
         rows = [
             (k, v)
             for store in stores
@@ -153,7 +151,7 @@ class BatchedPool:
         places for sequences that join later, follow the sequences; None: there are no slots.
         KV heads with pools of their own (`PerHeadPool`) are treated as sequences with one head."""
         if isinstance(pools[0], PerHeadPool):
-            dead = None if dead is None else dead * pools[0].spec.num_kv_heads
+            dead = dead and dead * pools[0].spec.num_kv_heads
             pools = [head for pool in pools if isinstance(pool, PerHeadPool) for head in pool.pools]
         self.tier = pools[0].tier
         self.codec = pools[0].codec
@@ -176,12 +174,12 @@ class BatchedPool:
         self.encoded = PerSequence([pool.encoded for pool in sequences], dead)
         self._tails, self._groups = tensors[-1].sizes, pools[0].spec.num_kv_heads
 
-    def segments(self) -> Arrival[list[Segment | Codes | Rotated]]:
+    def segments(self) -> Arrival[list[Part]]:
         """Ask for all tokens on the device, as `Pool.segments` does. If one pool has encoded tokens,
         or plain ones after them, every pool must have some."""
         return self.cache.fetch(lambda traffic: self._parts)
 
-    def by_store(self) -> list[list[Segment | Codes | Rotated]]:
+    def by_store(self) -> list[list[Part]]:
         return [self.segments().wait()]
 
     def whole(self, *, early: bool = False) -> Arrival[Segment]:
@@ -191,12 +189,12 @@ class BatchedPool:
         return self.gather(rows, early=early)
 
     @cached_property
-    def _parts(self) -> list[Segment | Codes | Rotated]:
+    def _parts(self) -> list[Part]:
         def first(tensors: Sequence[Tensor], count: PerSequence) -> tuple[Tensor, ...]:
             return tuple(cast(Tensor, cast(Ragged, x).slice(0, count)) for x in tensors)
 
         counts, plain = (self.encoded, self.encoded // self.codec.block), self.length - self.encoded
-        parts: list[Segment | Codes | Rotated] = []
+        parts: list[Part] = []
         if self.encoded.most:
             encoded = Encoded(*map(first, self._stored, counts))
             parts.append(self.codec.segment(encoded, self.cache.request.dtype))

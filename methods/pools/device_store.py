@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import cycle
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ class KVStore:
     The tensors do not move until `resize`, so a decode step that reads them can be captured in a
     CUDA graph."""
 
-    tier: ClassVar[str] = DEVICE
+    tier = DEVICE
     # steps append to them, and have changed no existing row
     steady: tuple[str, ...] = ("k_rows", "v_rows")
 
@@ -48,6 +47,18 @@ class KVStore:
         self.v_rows = DeviceRows.room(shape, request.dtype, Place(request.device))
         self.cache, self.heads = cache, spec.num_kv_heads  # a token has so many rows of K and V
         self.length = 0
+
+    @classmethod
+    def holding(
+        cls, spec: LayerSpec, cache: CacheState, room: int, *parts: tuple[Tensor, Tensor]
+    ) -> KVStore:
+        """Return a store of the keys and values [B heads T D] of `parts`, one after the other, with
+        room for `room` further tokens."""
+        tokens = sum(k.shape[2] for k, _ in parts)
+        store = cls(replace(spec, num_kv_heads=parts[0][0].shape[1]), cache, tokens + room)
+        for k, v in parts:
+            store.append(k, v)
+        return store
 
     @property
     def k(self) -> Tensor:
@@ -123,10 +134,9 @@ class KVStore:
             self._move(self.k_rows.shape[2], lambda whole: ops.gather_rows(whole, rows))
             return
         self._copy_once("k_rows", "v_rows")
-        at = rows.unsqueeze(-1).expand(-1, -1, -1, self.k_rows.shape[3])
-        self.length = start + rows.shape[2]
+        end, self.length = self.length, start + rows.shape[2]
         for x in (self.k_rows, self.v_rows):
-            x[:, :, start : self.length] = x[:, :, start : start + count].gather(2, at)
+            x[:, :, start : self.length] = ops.gather_rows(x[:, :, start:end], rows)
 
     def resize(self, room: int) -> None:
         """Change the memory so that exactly `room` more tokens have room. The tensors move, so
@@ -196,10 +206,9 @@ class PerHeadStore(KVStore):
         self.cache, self.heads = cache, spec.num_kv_heads
         alone = CacheState(replace(cache.request, batch=1), counters=cache.counters)
         self.stores = [
-            KVStore(replace(spec, num_kv_heads=1), alone, len(keys) + room) for keys in k
+            KVStore.holding(spec, alone, room, (keys[None, None], values[None, None]))
+            for keys, values in zip(k, v, strict=True)
         ]
-        for store, keys, values in zip(self.stores, k, v, strict=True):
-            store.append(keys[None, None], values[None, None])
         self.length = sum(store.length for store in self.stores) // len(self.stores)
 
     @property

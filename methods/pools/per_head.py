@@ -7,11 +7,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kernels.coded import Codes
-from kernels.reference import Segment
-from kernels.rotated import Rotated
 from methods.base import CacheState, LayerSpec
 from methods.pools.pool import Pool
+from methods.tiers.codec import Part
 
 
 class PerHeadPool(Pool):
@@ -41,7 +39,7 @@ class PerHeadPool(Pool):
     def encoded(self) -> int:
         return sum(pool.encoded for pool in self.pools) // len(self.pools)
 
-    def by_store(self) -> list[list[Segment | Codes | Rotated]]:
+    def by_store(self) -> list[list[Part]]:
         return [pool.segments().wait() for pool in self.pools]
 
     def per_head(self) -> list[tuple[Tensor, Tensor]]:

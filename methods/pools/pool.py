@@ -4,20 +4,16 @@ tier (device, host memory or disk) of their own."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kernels.coded import Codes
 from kernels.quantise import refuse
 from kernels.reference import Segment
-from kernels.rotated import Rotated
 from methods.base import CacheState, LayerSpec
 from methods.base.pieces import pieces, tokens_at_once
 from methods.tiers.block import Tensors, named, tokens_in, unnamed
-from methods.tiers.codec import PLAIN, Codec, Encoded
+from methods.tiers.codec import PLAIN, Codec, Encoded, Part
 from methods.tiers.rows import DeviceRows, MemoryRows, Rows, room_for, rows_in
 from methods.tiers.tier import DEVICE
 from methods.tiers.traffic import Traffic
@@ -32,7 +28,7 @@ class Pool:
     Bytes that move are counted in `cache.traffic`. A pool may outlive its cache: assign another to
     `cache`."""
 
-    steady: ClassVar[tuple[str, ...]] = ("_tokens", "_blocks")  # as in KVStore
+    steady = ("_tokens", "_blocks")  # as in KVStore
 
     def __init__(
         self, spec: LayerSpec, cache: CacheState, capacity: int, codec: Codec | None = None
@@ -108,12 +104,12 @@ class Pool:
         [B G S D]. `early` as in `gather`."""
         return self.cache.fetch(self._whole, early=early)
 
-    def segments(self) -> Arrival[list[Segment | Codes | Rotated]]:
+    def segments(self) -> Arrival[list[Part]]:
         """Ask for all tokens on the device, for a step that attends to them: as codes if kernels
         can read the codec's codes, else decoded, and the plain tokens of the tail."""
         return self.cache.fetch(self._segments)
 
-    def by_store(self) -> list[list[Segment | Codes | Rotated]]:
+    def by_store(self) -> list[list[Part]]:
         """Return what `segments` gives, once for each call of `KVStore.each`: here for all heads
         together."""
         return [self.segments().wait()]
@@ -125,7 +121,7 @@ class Pool:
         tail = self._last(traffic)
         return Segment(torch.cat([k, tail.k], 2), torch.cat([v, tail.v], 2))
 
-    def _segments(self, traffic: Traffic) -> list[Segment | Codes | Rotated]:
+    def _segments(self, traffic: Traffic) -> list[Part]:
         written = (
             [self.codec.segment(self._stored(traffic), self.cache.request.dtype)]
             if self.encoded
@@ -135,16 +131,9 @@ class Pool:
 
     def channels(self, channels: Tensor) -> Tensor:
         """Return the chosen channels [B G r] of all keys on the device, as [B G r S]."""
-        if self.codec == PLAIN:
-            tokens, length = self._tokens[0], self.length
-            return self.cache.fetch(
-                lambda traffic: tokens.columns(channels, length, traffic)
-            ).wait()
-        return (
-            self.whole()
-            .wait()
-            .k.mT.gather(2, channels.unsqueeze(3).expand(-1, -1, -1, self.length))
-        )
+        assert self.codec == PLAIN
+        tokens, length = self._tokens[0], self.length
+        return self.cache.fetch(lambda traffic: tokens.columns(channels, length, traffic)).wait()
 
     def held(self) -> Tensors:
         """Return all tensors by name (methods/tiers/block.py), as they are encoded and where they
@@ -222,16 +211,15 @@ class Pool:
 
     def _put(self, held: Sequence[Rows], tensors: Sequence[Tensor], start: int) -> None:
         for rows, x in zip(held, tensors, strict=True):
-            self.cache.send(partial(rows.put, x, start))
+            rows.put(x, start, self.cache.traffic)
 
     @staticmethod
     def _read(
         held: Sequence[Rows], rows: Tensor, traffic: Traffic, slots: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Return the chosen rows of each tensor in `held`, on the device; all of them lie in one
-        tier, so the row numbers are sent there once. Arguments as in `Rows.gather`."""
-        at = rows.to(held[0].home) if held else rows
-        return tuple(x.gather(at, traffic, slots) for x in held)
+        """Return the chosen rows of each tensor in `held`, on the device. Arguments as in
+        `Rows.gather`."""
+        return tuple(x.gather(rows, traffic, slots) for x in held)
 
     def _decoded(
         self, rows: Tensor, traffic: Traffic, slots: Tensor | None
@@ -281,5 +269,5 @@ def rows_for(x: Tensor, cache: CacheState, layer: int, *, away: bool = False) ->
     if away:
         rows.take(x, 0)
     else:
-        cache.send(partial(rows.put, x, 0))
+        rows.put(x, 0, cache.traffic)
     return rows

@@ -27,6 +27,10 @@ class Encoded(NamedTuple):
     blocks: tuple[Tensor, ...] = ()
 
 
+# tokens as attention reads them: plain, as codes, or still rotated
+Part = Segment | Codes | Rotated
+
+
 class Layout(NamedTuple):
     """Give the width and dtype of each tensor that a codec writes: those with a row per token, and
     those with a row per block of tokens."""
@@ -85,8 +89,7 @@ class Codec(ABC):
         `stored.tokens`, or None for all that it holds. blocks [B G K]: the rows of `stored.blocks`
         that belong to them."""
         if (codes := self.codes(stored)) is not None:
-            decoded: tuple[Tensor, Tensor] = ops.decode_rows(codes, rows, blocks, dtype)
-            return decoded
+            return ops.decode_rows(codes, rows, blocks, dtype)
         tokens = (
             stored.tokens
             if rows is None
@@ -101,7 +104,7 @@ class Codec(ABC):
         decoding; None if there are no kernels for this codec."""
         return None
 
-    def segment(self, stored: Encoded, dtype: torch.dtype) -> Segment | Codes | Rotated:
+    def segment(self, stored: Encoded, dtype: torch.dtype) -> Part:
         """Return all encoded tokens for attention: as codes if kernels read these, else decoded in
         `dtype`; still rotated, if a codec has rotated them."""
         codes = self.codes(stored)

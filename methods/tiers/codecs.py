@@ -70,6 +70,5 @@ def codec_of(name: str) -> Codec:
                 for argument, value in named.groupdict().items()
                 if value is not None
             }
-            codec: Codec = getattr(import_module(module), kind)(**given)
-            return codec
+            return getattr(import_module(module), kind)(**given)
     raise ValueError(f"{name!r} is not a codec: choose {choices()}.")

@@ -58,11 +58,6 @@ class Rows(ABC):
     def __init__(self, shape: Shape, dtype: torch.dtype, place: Place) -> None:
         self.shape, self.dtype, self.device = shape, dtype, place.device
 
-    @property
-    def home(self) -> torch.device:
-        """Return the device on which the row numbers given to `gather` should lie."""
-        return torch.device("cpu")
-
     @abstractmethod
     def take(self, x: Tensor, start: int) -> None:
         """Store x [B G T W], from whatever device, as the rows from `start` on. Unlike with `put`,
@@ -144,15 +139,11 @@ class MemoryRows(Rows):
 class DeviceRows(MemoryRows):
     """Hold rows on the device of the model: nothing moves when they are put there or read."""
 
-    tier: ClassVar[str] = DEVICE
+    tier = DEVICE
 
     @classmethod
     def room(cls, shape: Shape, dtype: torch.dtype, place: Place) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=place.device)
-
-    @property
-    def home(self) -> torch.device:
-        return self.device
 
     def put(self, x: Tensor, start: int, traffic: Traffic) -> None:
         self.take(x, start)
@@ -165,7 +156,7 @@ class HostRows(MemoryRows):
     """Hold rows in host memory, which is pinned if the device is a CUDA device, so that kernels can
     read it."""
 
-    tier: ClassVar[str] = HOST
+    tier = HOST
 
     def take(self, x: Tensor, start: int) -> None:
         """Store x [B G T W] as the rows from `start` on, head by head: between a GPU and the host
@@ -182,10 +173,6 @@ class HostRows(MemoryRows):
             else there
         )
 
-    @property
-    def home(self) -> torch.device:
-        return self.device
-
     def gather(
         self,
         rows: Tensor,
@@ -198,7 +185,7 @@ class HostRows(MemoryRows):
         if slots is not None and held is None:
             nothing = (*self.shape[:2], 1, self.shape[3])
             held, slots = self.stored.new_zeros(nothing, device=self.device), slots.clamp(max=0)
-        moved: Tensor = ops.gather_tiers(self.stored, rows, held, slots)
+        moved = ops.gather_tiers(self.stored, rows, held, slots)
         if slots is None:
             traffic.to_device_bytes += moved.nbytes
         else:
@@ -234,7 +221,7 @@ class HostRows(MemoryRows):
         every = torch.arange(count, device=columns.device) * self.shape[3]
         at = (columns.unsqueeze(3) + every).flatten(2)
         numbers = self.stored.view(*self.shape[:2], -1, 1)
-        moved: Tensor = ops.gather_tiers(numbers, at, None, None)
+        moved = ops.gather_tiers(numbers, at, None, None)
         traffic.to_device_bytes += moved.nbytes
         return moved.view(*columns.shape, count)
 
@@ -248,7 +235,7 @@ class DiskRows(Rows):
     process, below `place.folder`. The file is mapped for reading and unmapped at once, so it
     neither stays in the memory of this process nor open; the system may still cache it."""
 
-    tier: ClassVar[str] = DISK
+    tier = DISK
 
     def __init__(self, shape: Shape, dtype: torch.dtype, place: Place) -> None:
         super().__init__(shape, dtype, place)
@@ -363,5 +350,4 @@ def copied_into(tier: str, x: Tensor, place: Place) -> Tensor:
 def rows_in(tier: str) -> type[Rows]:
     """Return the class of rows for the tier named `tier`: device, host or disk."""
     module, _, name = tier_of(tier).rows.rpartition(".")
-    kind: type[Rows] = getattr(import_module(module), name)
-    return kind
+    return getattr(import_module(module), name)

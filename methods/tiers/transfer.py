@@ -78,17 +78,11 @@ class TransferEngine:
         all work launched so far. The result's `wait` returns what it returns."""
 
         def read(moved: Traffic) -> T:
-            reach(on)
+            if on.type == "cuda":
+                torch.cuda.current_stream(on).synchronize()
             return compute()
 
         return InThread(read, Traffic(), on, self.work_lane)
-
-    def send(self, write: Callable[[Traffic], None], into: Traffic) -> None:
-        """Run `write`, which moves rows away from the device and adds their bytes to the `Traffic`
-        (counts of moved bytes) that it is given; then add these to `into`."""
-        moved = Traffic()
-        write(moved)
-        into.add(moved)
 
     def close(self) -> None:
         """Wait for all transfers and work that were begun, end the threads, and unpin memory that
@@ -277,12 +271,6 @@ def join(on: torch.device) -> None:
 def capturing(on: torch.device) -> bool:
     """Return whether the caller's CUDA stream is being captured; False if the device has no streams."""
     return on.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def reach(on: torch.device) -> None:
-    """Wait on the host until all work that this thread's CUDA stream was given is done."""
-    if on.type == "cuda":
-        torch.cuda.current_stream(on).synchronize()
 
 
 def reached(on: torch.device) -> torch.cuda.Event | None:
