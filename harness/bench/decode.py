@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -46,7 +45,7 @@ from harness.engine.hf import routed
 from harness.jobs.examples import blank
 from harness.jobs.machine import free_here
 from harness.jobs.memory import CacheSpec, MemoryForecast, lacking, largest_batch, needed_by
-from harness.models.base import LoadedModel, ModelInfo
+from harness.models.base import LoadedModel, ModelInfo, ModelSource
 from harness.models.devices import usual_chunk, usual_overlap
 from harness.prompts.prompt import calibration_text
 from methods.base import Budget, BudgetError, Method
@@ -123,12 +122,16 @@ class Decoding:
         """Fill a cache with random keys and values in place of a prefill; return logits of
         zeros."""
         kv = self.engine.attachment
+        spec, model = kv.specs[0], kv.model
+        shape = LayerShape(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, model.dtype, model.device
+        )
         for index, layer in enumerate(cache.layers):
-            _shape(kv).fill([layer], prompt.shape[1], attending=not kv.method.dense_prefill)
+            shape.fill([layer], prompt.shape[1], attending=not kv.method.dense_prefill)
             if cache.closes_early:
                 cache.close(index)
         cache.num_tokens = prompt.shape[1]
-        return torch.zeros(1, kv.model.config.vocab_size, device=kv.model.device)
+        return torch.zeros(1, model.config.vocab_size, device=model.device)
 
     def turn(self) -> list[Generation]:
         """Decode `new` tokens of each sequence. The first of them is not computed: it comes from
@@ -146,23 +149,14 @@ class Decoding:
 
     def timed_turn(self) -> MarkedSeconds:
         """Decode a turn and return the seconds per token after the second."""
-        before = [replace(cache.traffic) for cache in self.caches]
+        before = sum(cache.traffic.total_bytes for cache in self.caches)
         watch = LoadWatch()
         self.last = self.turn()
         disturbed = watch.disturbed()
-        moved = sum(cache.traffic.total_bytes for cache in self.caches) - sum(
-            old.total_bytes for old in before
-        )
+        moved = sum(cache.traffic.total_bytes for cache in self.caches) - before
         self.moved.append(moved / (self.new - 1))
         times = self.last[-1].token_s  # the last one's clock has all of each step
         return MarkedSeconds((times[-1] - times[1]) / (len(times) - 2), disturbed)
-
-
-def _shape(kv: Attachment) -> LayerShape:
-    spec = kv.specs[0]
-    return LayerShape(
-        spec.num_heads, spec.num_kv_heads, spec.head_dim, kv.model.dtype, kv.model.device
-    )
 
 
 def measure(
@@ -224,14 +218,11 @@ def attachment(
     """Return the pair of a model and a method, from which an engine makes the caches that the
     model's attention then runs through. Budget, placement and the like are those of the benchmark's
     options; `text`: token ids by which a method may calibrate itself."""
-    placement: str = options.placement if method.offloads else DEVICE
-    reuse_steps = options.reuse_steps if method.uses_budget else 0
-    calibration = torch.tensor([text])
     attaching = AttachOptions(
         budget=options.budget,
-        placement=placement,
-        calibration=calibration,
-        reuse_steps=reuse_steps,
+        placement=options.placement if method.offloads else DEVICE,
+        calibration=torch.tensor([text]),
+        reuse_steps=options.reuse_steps if method.uses_budget else 0,
         overlap=_overlaps(method, options),
     )
     return Attachment(loaded.model, method, attaching)
@@ -256,37 +247,26 @@ def cache_spec(method: Method, options: argparse.Namespace) -> CacheSpec:
     return CacheSpec(settings, method, Budget(options.budget) if method.uses_budget else None)
 
 
-class Forecast:
-    """Forecasts which batches of prompts of `tokens` tokens fit into the memory that is free
-    now."""
+def fitting(
+    info: ModelInfo, tokens: int, options: argparse.Namespace, method: Method, batch: int | str
+) -> tuple[int, bool]:
+    """Return the batch of prompts of `tokens` tokens to run, which is `batch`, or the largest that fits into free
+    memory for "max"; and True if as many sequences of Full, the baseline, fit beside it. Raise `ValueError` if the
+    batch does not fit."""
+    item = blank(tokens, options.new * (options.rounds + 1))
+    free, spec = free_here(options.device), cache_spec(method, options)
 
-    def __init__(self, info: ModelInfo, tokens: int, options: argparse.Namespace) -> None:
-        self.info, self.options = info, options
-        self.item = blank(tokens, options.new * (options.rounds + 1))
-        self.free = free_here(options.device)
+    def forecast(spec: CacheSpec, count: int) -> MemoryForecast:
+        return needed_by(info, spec, item, count, loaded=True)
 
-    def batch(self, method: Method, asked: int | str) -> int:
-        """Return the batch to run: the number that was asked for, or the largest that fits for
-        "max". Raise `ValueError` if it does not fit."""
-        spec = cache_spec(method, self.options)
-        if isinstance(asked, int):
-            need = needed_by(self.info, spec, self.item, asked, loaded=True)
-            if lacking(need, *self.free) is None:
-                return asked
-        most, tier = largest_batch(self.info, spec, self.item, *self.free, loaded=True)
-        if isinstance(asked, int) or not most:
+    if not isinstance(batch, int) or lacking(forecast(spec, batch), *free) is not None:
+        most, tier = largest_batch(info, spec, item, *free, loaded=True)
+        if isinstance(batch, int) or not most:
             raise ValueError(f"by the forecast the memory of the {tier} holds {most} sequences")
-        return most
-
-    def holds_both(self, method: Method, batch: int) -> bool:
-        """Return True if `batch` sequences of the method and as many of Full, the baseline, fit
-        into memory together."""
-        own, full = (
-            needed_by(self.info, cache_spec(each, self.options), self.item, batch, loaded=True)
-            for each in (method, Full())
-        )
-        both = MemoryForecast(0, own.total + full.total, 0, host=own.host + full.host)
-        return lacking(both, *self.free) is None
+        batch = most
+    own, full = forecast(spec, batch), forecast(cache_spec(Full(), options), batch)
+    both = MemoryForecast(0, own.total + full.total, 0, host=own.host + full.host)
+    return batch, lacking(both, *free) is None
 
 
 def floor_s(decoding: Decoding, read_gb_s: float) -> float:
@@ -312,52 +292,37 @@ def floor_s(decoding: Decoding, read_gb_s: float) -> float:
     return (weights + rows) / read_gb_s / 1e9
 
 
-def run(
-    options: argparse.Namespace,
-    loaded: LoadedModel,
-    info: ModelInfo,
-    text: list[int],
-    known: limits.Limits,
-    report: output.Report,
-) -> None:
-    """Measure every batch of the options at every length, and add the rows to `report`."""
-    attach = partial(attachment, loaded=loaded, text=text[-CALIBRATION:], options=options)
-
-    def after(tokens: int, batch: int | str) -> methods.MeasureMethod:
-        ids = torch.tensor([prompt_ids(text, tokens, loaded, options)], device=loaded.model.device)
-
-        def measured(method: Method) -> dict[str, Any]:
-            forecast = Forecast(info, tokens, options)
-            count = forecast.batch(method, batch)
-            return measure(
-                method, attach, ids, options, known, count, forecast.holds_both(method, count)
-            )
-
-        return measured
-
-    for batch in options.batch:
-        methods.measured(options, report, partial(after, batch=batch), _told, batch=batch)
-
-
 def _told(row: dict[str, Any]) -> str:
     beside = f", {row['speedup'].median:.2f} x Full" if row["speedup"] else ""
     return f"{row['batch']} together, {row['tpot_s'].median * 1e3:.2f} ms{beside}"
 
 
+def prepared(
+    source: ModelSource, options: argparse.Namespace
+) -> tuple[LoadedModel, list[int], Attach]:
+    """Load the model of a benchmark. Return it, the token ids of ordinary text, and a function that attaches a method
+    to it."""
+    loaded = source.load(options.dtype, options.device)
+    length = CALIBRATION if options.synthetic else max(CALIBRATION, *options.tokens)
+    text = calibration_text(source.tokenizer(), length)
+    attach = partial(attachment, loaded=loaded, text=text[-CALIBRATION:], options=options)
+    return loaded, text, attach
+
+
 def prompt_ids(
     text: list[int], tokens: int, loaded: LoadedModel, options: argparse.Namespace
-) -> list[int]:
-    """Return the last `tokens` of the token ids in `text`. With --synthetic they are repeated if
+) -> Tensor:
+    """Return the last `tokens` of the token ids in `text` [1 tokens]. With --synthetic they are repeated if
     there are too few, because nobody reads them; otherwise `ValueError` is raised."""
-    if options.synthetic:
-        return (text * (tokens // len(text) + 1))[-tokens:]
     needed = tokens + options.new * (options.rounds + 1)
-    if needed > loaded.window or tokens > len(text):
+    if options.synthetic:
+        text = text * (tokens // len(text) + 1)
+    elif needed > loaded.window or tokens > len(text):
         raise ValueError(
             f"--tokens {tokens} with its new tokens makes {needed}, and {loaded.name} has a window of {loaded.window}: "
             "use fewer, or --synthetic."
         )
-    return text[-tokens:]
+    return torch.tensor([text[-tokens:]], device=loaded.model.device)
 
 
 TABLE = output.table(
@@ -401,11 +366,8 @@ def main(options: argparse.Namespace) -> None:
     methods.chosen(options.methods, options.config_dir)  # a wrong name is found now
     source = arguments.source(options.shape, options.layers)
     known = limits.told(options.device)
-    loaded = source.load(options.dtype, options.device)
-    text = calibration_text(
-        source.tokenizer(),
-        max(CALIBRATION, *options.tokens) if not options.synthetic else CALIBRATION,
-    )
+    loaded, text, attach = prepared(source, options)
+    info = source.describe()
     filled = "prompt KV synthetic" if options.synthetic else "real prefill"
     title = (
         f"Decoding with {loaded.name}, {options.dtype}, {options.device}, budget {options.budget}, "
@@ -413,22 +375,31 @@ def main(options: argparse.Namespace) -> None:
     )
     facts = {"limits": known, "synthetic": options.synthetic, "model": loaded.name}
     report = output.Report("decode", title, options, TABLE, **facts)
-    run(options, loaded, source.describe(), text, known, report)
+
+    def after(tokens: int, batch: int | str) -> methods.MeasureMethod:
+        ids = prompt_ids(text, tokens, loaded, options)
+
+        def measured(method: Method) -> dict[str, Any]:
+            count, beside = fitting(info, tokens, options, method, batch)
+            return measure(method, attach, ids, options, known, count, beside)
+
+        return measured
+
+    for batch in options.batch:
+        methods.measured(options, report, partial(after, batch=batch), _told, batch=batch)
     report.finish(_draw)
 
 
 def _draw(path: Path, rows: Sequence[output.BenchRow], title: str) -> None:
     """Draw the time per token by prompt length; if there are several batch sizes, tokens per second
     by batch size."""
-    if len({row["batch"] for row in rows}) == 1:
-        labels = ("prompt tokens", "seconds per output token")
-        output.lines(
-            path, rows, x="tokens", y="tpot_s", series="method", labels=labels, title=title
-        )
-        return
-    shown = [
-        {**row, "rates": [row["rate"]] * 3, "what": f"{row['method']}, {row['tokens']} tokens"}
-        for row in rows
-    ]
-    labels = ("sequences", "tokens per second, all together")
-    output.lines(path, shown, x="batch", y="rates", series="what", labels=labels, title=title)
+    x, y, series = "tokens", "tpot_s", "method"
+    labels = ("prompt tokens", "seconds per output token")
+    if len({row["batch"] for row in rows}) > 1:
+        x, y, series = "batch", "rates", "what"
+        labels = ("sequences", "tokens per second, all together")
+        rows = [
+            {**row, y: [row["rate"]] * 3, series: f"{row['method']}, {row['tokens']} tokens"}
+            for row in rows
+        ]
+    output.lines(path, rows, x=x, y=y, series=series, labels=labels, title=title)

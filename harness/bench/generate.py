@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import takewhile
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -133,7 +134,7 @@ def compare(
 def _until(tokens: list[int], eos: set[int]) -> list[int]:
     """Return the tokens before the first EOS: `generate` never picks EOS here, while our engine
     goes on after it, so that tokens after it differ."""
-    return tokens[: next((i for i, token in enumerate(tokens) if token in eos), len(tokens))]
+    return list(takewhile(lambda token: token not in eos, tokens))
 
 
 TABLE = output.table(
@@ -157,10 +158,12 @@ def main(options: argparse.Namespace) -> None:
     source = arguments.source(options.shape)
     loaded_as = {dtype: source.load(dtype, options.device) for dtype in options.dtypes}
     some = next(iter(loaded_as.values()))
-    arguments.check_window(some, max(options.tokens), options.new)
-    text = torch.tensor(
-        [calibration_text(source.tokenizer(), max(options.tokens))], device=some.model.device
-    )
+    longest = max(options.tokens)
+    if (whole := longest + options.new) > some.window:
+        raise ValueError(
+            f"--tokens and --new make {whole}, and {some.name} has a window of {some.window}: use fewer."
+        )
+    text = torch.tensor([calibration_text(source.tokenizer(), longest)], device=some.model.device)
     title = f"Full against model.generate: {some.name}, {options.device}, {options.new} new tokens"
     report = output.Report("generate", title, options, TABLE, model=some.name)
     for tokens in options.tokens:

@@ -49,19 +49,14 @@ class LayerDecoding:
     random token per step."""
 
     def __init__(
-        self,
-        method: Method,
-        shape: LayerShape,
-        tokens: int,
-        options: argparse.Namespace,
-        steps: int = 0,
+        self, method: Method, shape: LayerShape, tokens: int, options: argparse.Namespace
     ) -> None:
-        """Prefill and seal the layer with `tokens` random tokens. `steps`: how many steps it has
-        room for; by default as many as the rounds of the benchmark take."""
+        """Prefill and seal the layer with `tokens` random tokens, with room for the steps that the rounds of the
+        benchmark take."""
         specs = shape.specs()
         request = Request(
             batch=1,
-            capacity=tokens + (steps or 4 * options.rounds) + TRACED + 8,
+            capacity=tokens + 4 * options.rounds + TRACED + 8,
             dtype=shape.dtype,
             device=shape.device,
             budget=Budget(options.budget) if method.uses_budget else None,
@@ -85,12 +80,6 @@ class LayerDecoding:
                 self.guess(self.next, None)
             self.layer.decode(self.next)
 
-    def rewind(self, tokens: int) -> None:
-        """Drop all tokens after the prompt of `tokens` tokens from the layer, which must be one of
-        Full (dense attention), so that it can be measured again."""
-        assert isinstance(self.layer, Layer)
-        self.position, self.layer.store.length = tokens - 1, tokens
-
     def advance(self) -> None:
         self.position += 1
         self.next = self.shape.token(3 * self.position, self.position)
@@ -100,7 +89,9 @@ class LayerDecoding:
 def measure(
     method: Method, full: LayerDecoding, tokens: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    full.rewind(tokens)
+    assert isinstance(full.layer, Layer)
+    # without the tokens of the method before
+    full.position, full.layer.store.length = tokens - 1, tokens
     own = LayerDecoding(method, full.shape, tokens, options)
 
     def next_step(decoding: LayerDecoding) -> MarkedSeconds:
@@ -133,23 +124,19 @@ def trace(decoding: LayerDecoding) -> tuple[dict[str, float], float]:
     """Return the seconds of each phase of a step, and the bytes that its operations read; medians
     over a few steps."""
     phases: dict[str, list[float]] = defaultdict(list)
-    read = []
+    device, reads, read = decoding.shape.device, list[int](), list[int]()
     for _ in range(TRACED):
         decoding.advance()
-        whole, spent, moved = _traced_step(decoding)
+        watch = Stopwatch(device)
+        with clocked(watch, lambda name, given, _: read.append(bytes_read(name, given))):
+            whole = own_seconds(decoding.step, device)
+        spent = watch.totals()
         for phase in PHASES:
             phases[phase].append(spent[phase])
         phases["rest"].append(whole - sum(spent.values()))
-        read.append(moved)
-    return {phase: median(values) for phase, values in phases.items()}, median(read)
-
-
-def _traced_step(decoding: LayerDecoding) -> tuple[float, dict[str, float], int]:
-    """Return the seconds of one step, the seconds of each phase in it, and the bytes read."""
-    watch, read = Stopwatch(decoding.shape.device), list[int]()
-    with clocked(watch, lambda name, arguments, _: read.append(bytes_read(name, arguments))):
-        whole = own_seconds(decoding.step, decoding.shape.device)
-    return whole, watch.totals(), sum(read)
+        reads.append(sum(read))
+        read.clear()
+    return {phase: median(values) for phase, values in phases.items()}, median(reads)
 
 
 def run(options: argparse.Namespace, report: output.Report) -> None:

@@ -156,31 +156,16 @@ def _attention(x: Inputs) -> Iterator[OpCase]:
     shape = x.shape
     chosen = f"{x.budget} of {x.tokens}"
     flops = 4.0 * shape.heads * shape.head_dim
-    whole = [Segment(*x.kv)]
-    yield _case(
-        "segment_attention",
-        f"Full, {x.tokens}",
-        flops * x.tokens,
-        q=x.q,
-        segments=whole,
-        scale=x.scale,
-    )
     flops_chosen = flops * x.budget
+    over: dict[str, Any] = {"q": x.q, "scale": x.scale}
+    whole = [Segment(*x.kv)]
+    yield _case("segment_attention", f"Full, {x.tokens}", flops * x.tokens, segments=whole, **over)
     what = f"per KV head, {chosen}"
-    segments = x.segments(shape.kv_heads)
-    yield _case("segment_attention", what, flops_chosen, q=x.q, segments=segments, scale=x.scale)
-    own = x.segments(shape.heads)
-    yield _case(
-        "segment_attention",
-        f"per query head, {chosen}",
-        flops_chosen,
-        q=x.q,
-        segments=own,
-        scale=x.scale,
-    )
-    yield _case(
-        "segment_attention_with_lse", what, flops_chosen, q=x.q, segments=segments, scale=x.scale
-    )
+    of_groups = over | {"segments": x.segments(shape.kv_heads)}
+    yield _case("segment_attention", what, flops_chosen, **of_groups)
+    what_own, own = f"per query head, {chosen}", x.segments(shape.heads)
+    yield _case("segment_attention", what_own, flops_chosen, segments=own, **over)
+    yield _case("segment_attention_with_lse", what, flops_chosen, **of_groups)
     queries_and_means = x.random(1, shape.kv_heads, 2 * x.group, shape.head_dim)
     lses = x.random(1, shape.kv_heads, x.group, 1, dtype=torch.float32) + 9
     sums = x.random(1, shape.kv_heads, 1, shape.head_dim, dtype=torch.float32)
@@ -199,15 +184,8 @@ def _attention(x: Inputs) -> Iterator[OpCase]:
         count=x.count,
     )
     for bits in BITS:
-        what = f"KIVI of {bits} bits, {x.tokens}"
-        yield _case(
-            "coded_attention",
-            what,
-            flops * x.tokens,
-            q=x.q,
-            segments=[x.coded(bits)],
-            scale=x.scale,
-        )
+        what, codes = f"KIVI of {bits} bits, {x.tokens}", [x.coded(bits)]
+        yield _case("coded_attention", what, flops * x.tokens, segments=codes, **over)
     outs = [x.random(*x.q.shape) for _ in range(2)]
     lses_of_outs = [torch.randn_like(x.q[..., 0, 0].float()) for _ in range(2)]
     yield _case("merge_attention", "two parts", outs=outs, lses=lses_of_outs)
@@ -224,7 +202,20 @@ def _scores(x: Inputs) -> Iterator[OpCase]:
     yield _case(
         "page_scores", f"Quest, {x.tokens // PAGE} of {2 * dim}", q=x.grouped(dim), bounds=by_page
     )
-    yield from _of_infinigen(x)
+    # InfiniGen's columns of queries, and of keys too
+    for partial in (max(1, int(PARTIAL * dim)), max(1, int(2 * PARTIAL * dim))):
+        index = x.random(1, groups, partial, (x.tokens + ROOM) // BESIDE * BESIDE).mT
+        yield _case(
+            "live_scores",
+            f"InfiniGen, {x.tokens} of {partial}",
+            q=x.grouped(partial),
+            x=index,
+            live=x.count,
+        )
+    basis = x.random(1, groups, dim, partial)
+    new = NewPartial(x.random(1, groups, 1, dim), basis, index, x.count)
+    guess = Guess(x.q, *x.shape.rope(x.count), basis, x.scale)
+    yield _case("partial_products", f"InfiniGen, {x.shape.heads} of {dim}", guess=guess, new=new)
     yield _case(
         "live_scores",
         f"Oracle, {x.tokens} of {dim}",
@@ -242,7 +233,34 @@ def _scores(x: Inputs) -> Iterator[OpCase]:
         scale=x.scale,
         live=x.count.clamp(max=x.budget),
     )
-    yield from _by_channel(x)
+    yield _case(
+        "pick_channels",
+        f"SparQ, {CHANNELS} of {dim}",
+        q=x.grouped(dim),
+        r=CHANNELS,
+        scale=x.scale,
+        spread=True,
+        facing=False,
+    )
+    yield _case(
+        "channel_sums",
+        f"SparQ, {x.tokens} of {CHANNELS}",
+        q=x.grouped(CHANNELS),
+        x=x.kv[0].transpose(2, 3).contiguous(),
+        channels=x.rows(groups, dim, CHANNELS),
+    )
+    pages = round(KEPT * x.tokens / BOUNDED)
+    facing = round(FACING * dim)
+    yield _case(
+        "channel_weights",
+        f"RocketKV, {pages} of {facing}",
+        q=x.grouped(facing),
+        x=x.random(1, groups, 2 * dim, pages),
+        channels=x.rows(groups, 2 * dim, facing),
+        scale=x.scale,
+        reduce="sum",
+        times=BOUNDED,
+    )
     yield _case(
         "row_weights",
         f"ShadowKV, {landmarks.shape[2]} of {dim}",
@@ -272,56 +290,6 @@ def _scores(x: Inputs) -> Iterator[OpCase]:
             scores=x.logits[:, :, 0, :among].contiguous(),
             count=best,
         )
-
-
-def _of_infinigen(x: Inputs) -> Iterator[OpCase]:
-    groups, dim = x.shape.kv_heads, x.shape.head_dim
-    # columns of queries, and of keys too
-    for partial in (max(1, int(PARTIAL * dim)), max(1, int(2 * PARTIAL * dim))):
-        index = x.random(1, groups, partial, (x.tokens + ROOM) // BESIDE * BESIDE).mT
-        yield _case(
-            "live_scores",
-            f"InfiniGen, {x.tokens} of {partial}",
-            q=x.grouped(partial),
-            x=index,
-            live=x.count,
-        )
-    basis = x.random(1, groups, dim, partial)
-    new = NewPartial(x.random(1, groups, 1, dim), basis, index, x.count)
-    guess = Guess(x.q, *x.shape.rope(x.count), basis, x.scale)
-    yield _case("partial_products", f"InfiniGen, {x.shape.heads} of {dim}", guess=guess, new=new)
-
-
-def _by_channel(x: Inputs) -> Iterator[OpCase]:
-    groups, dim = x.shape.kv_heads, x.shape.head_dim
-    yield _case(
-        "pick_channels",
-        f"SparQ, {CHANNELS} of {dim}",
-        q=x.grouped(dim),
-        r=CHANNELS,
-        scale=x.scale,
-        spread=True,
-        facing=False,
-    )
-    yield _case(
-        "channel_sums",
-        f"SparQ, {x.tokens} of {CHANNELS}",
-        q=x.grouped(CHANNELS),
-        x=x.kv[0].transpose(2, 3).contiguous(),
-        channels=x.rows(groups, dim, CHANNELS),
-    )
-    pages = round(KEPT * x.tokens / BOUNDED)
-    facing = round(FACING * dim)
-    yield _case(
-        "channel_weights",
-        f"RocketKV, {pages} of {facing}",
-        q=x.grouped(facing),
-        x=x.random(1, groups, 2 * dim, pages),
-        channels=x.rows(groups, 2 * dim, facing),
-        scale=x.scale,
-        reduce="sum",
-        times=BOUNDED,
-    )
 
 
 def _quantised(x: Inputs) -> Iterator[OpCase]:
@@ -413,42 +381,19 @@ def _prefill(x: Inputs) -> Iterator[OpCase]:
     shape = x.shape
     last = x.random(1, shape.heads, WINDOW, shape.head_dim)
     flops = 2.0 * shape.heads * shape.head_dim
-    what = f"SnapKV, {WINDOW} of {x.tokens}"
-    yield _case(
-        "column_sums",
-        what,
-        flops * WINDOW * x.tokens,
-        q=last,
-        k=x.kv[0],
-        scale=x.scale,
-    )
+    what, products = f"SnapKV, {WINDOW} of {x.tokens}", flops * WINDOW * x.tokens
+    yield _case("column_sums", what, products, q=last, k=x.kv[0], scale=x.scale)
     # as a model hands it over
     q = x.random(1, x.prefill, shape.heads, shape.head_dim).transpose(1, 2)
     k, v = (x.random(1, shape.kv_heads, x.prefill, shape.head_dim) for _ in range(2))
+    prompt: dict[str, Any] = {"q": q, "k": k, "scale": x.scale}
     whole = flops * x.prefill * (x.prefill + 1)  # two products over half of a square
-    yield _case(
-        "prefill_attention",
-        f"{x.prefill}",
-        whole,
-        q=q,
-        k=k,
-        v=v,
-        scale=x.scale,
-    )
-    what = f"H2O, {x.prefill}"
-    yield _case(
-        "prefill_attention_with_column_sums",
-        what,
-        whole,
-        q=q,
-        k=k,
-        v=v,
-        scale=x.scale,
-    )
+    yield _case("prefill_attention", f"{x.prefill}", whole, v=v, **prompt)
+    yield _case("prefill_attention_with_column_sums", f"H2O, {x.prefill}", whole, v=v, **prompt)
     window = max(1, x.prefill // 4)
     near = 2 * flops * (x.prefill * window - window * (window - 1) / 2)
     what = f"LM-Infinite, {window} of {x.prefill}"
-    windowed: dict[str, Any] = {"q": q, "k": k, "scale": x.scale, "first": 0, "window": window}
+    windowed = prompt | {"first": 0, "window": window}
     yield _case("windowed_attention", what, near, v=v, **windowed)
     lse = torch.randn_like(q[..., 0].float()) + 12  # above every logit's likely sum
     yield _case("windowed_sums", what, near / 2, lse=lse, **windowed)
@@ -494,7 +439,18 @@ def _model(x: Inputs) -> Iterator[OpCase]:
     head = Head(1e-5, block.norm, Linear(x.random(WORDS, channels)))
     yield _case("token_logits", f"{what}, {WORDS} words", x=token, head=head)
     yield _case("likeliest_tokens", f"of {WORDS} words", logits=x.random(1, WORDS), out=None)
-    yield from _prompt(x, block, x.random(1, x.prefill, channels))
+
+    def flops(*linears: Linear) -> float:
+        return 2.0 * x.prefill * sum(linear.weight.numel() for linear in linears)
+
+    prompt = x.random(1, x.prefill, channels)
+    what = f"a prompt of {x.prefill}, {channels} and {len(block.gate.weight)} channels"
+    cos, sin = x.shape.rope(torch.arange(x.prefill))
+    inputs = flops(block.q, block.k, block.v)
+    yield _case("attention_inputs", what, inputs, x=prompt, block=block, cos=cos, sin=sin)
+    attended = x.random(1, x.prefill, x.shape.heads, dim).transpose(1, 2)
+    products = flops(block.o, block.gate, block.up, block.down)
+    yield _case("block_output", what, products, x=prompt, attended=attended, block=block)
 
 
 def _block(x: Inputs, channels: int) -> DecoderBlock:
@@ -502,37 +458,24 @@ def _block(x: Inputs, channels: int) -> DecoderBlock:
     groups = x.shape.kv_heads * x.shape.head_dim
     inner = x.inner or round(INNER * channels)
 
-    def linear(rows: int, columns: int) -> Linear:
+    def linear(rows: int, columns: int = channels) -> Linear:
         return Linear(x.random(rows, columns))
 
     return DecoderBlock(
         head_dim=x.shape.head_dim,
         eps=1e-5,
         norm=x.random(channels),
-        q=linear(channels, channels),
-        k=linear(groups, channels),
-        v=linear(groups, channels),
+        q=linear(channels),
+        k=linear(groups),
+        v=linear(groups),
         q_norm=None,
         k_norm=None,
-        o=linear(channels, channels),
+        o=linear(channels),
         mlp_norm=x.random(channels),
-        gate=linear(inner, channels),
-        up=linear(inner, channels),
+        gate=linear(inner),
+        up=linear(inner),
         down=linear(channels, inner),
     )
-
-
-def _prompt(x: Inputs, block: DecoderBlock, prompt: Tensor) -> Iterator[OpCase]:
-    def flops(*linears: Linear) -> float:
-        return 2.0 * x.prefill * sum(linear.weight.numel() for linear in linears)
-
-    what = f"a prompt of {x.prefill}, {prompt.shape[2]} and {len(block.gate.weight)} channels"
-    cos, sin = x.shape.rope(torch.arange(x.prefill))
-    inputs = flops(block.q, block.k, block.v)
-    yield _case("attention_inputs", what, inputs, x=prompt, block=block, cos=cos, sin=sin)
-    attended = x.random(1, x.prefill, x.shape.heads, x.shape.head_dim).transpose(1, 2)
-    products = flops(block.o, block.gate, block.up, block.down)
-    yield _case("block_output", what, products, x=prompt, attended=attended, block=block)
 
 
 GROUPS = (_attention, _scores, _quantised, _rows, _prefill, _model)

@@ -19,10 +19,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from harness.bench.common import arguments, methods, output
 from harness.bench.common.output import BenchRow, Cell
-from harness.bench.decode import CALIBRATION, Attach, Decoding, attachment, prompt_ids
+from harness.bench.decode import Attach, Decoding, prepared, prompt_ids
 from harness.engine.hf import routed
 from harness.models.devices import wait_for
-from harness.prompts.prompt import calibration_text
 from harness.terminal.tables import Column
 from methods.base import Method
 
@@ -92,13 +91,10 @@ def main(options: argparse.Namespace) -> None:
         raise ValueError(f"--new {options.new} leaves no step to profile: use at least 2.")
     options.synthetic = True
     methods.chosen(options.methods, options.config_dir)  # a wrong name is found now
-    source = arguments.source(options.shape, options.layers)
-    loaded = source.load(options.dtype, options.device)
-    text = calibration_text(source.tokenizer(), CALIBRATION)
-    attach = partial(attachment, loaded=loaded, text=text[-CALIBRATION:], options=options)
+    loaded, text, attach = prepared(arguments.source(options.shape, options.layers), options)
 
     def after(tokens: int) -> methods.MeasureMethod:
-        ids = torch.tensor([prompt_ids(text, tokens, loaded, options)], device=loaded.model.device)
+        ids = prompt_ids(text, tokens, loaded, options)
         return partial(measure, attach=attach, ids=ids, options=options)
 
     def told(row: dict[str, Any]) -> str:

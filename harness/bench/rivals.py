@@ -83,10 +83,6 @@ def gathered(x: Tensor, rows: Tensor) -> Tensor:
     return x.gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, x.shape[3]))
 
 
-def scattered(x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-    return x.scatter_(2, rows.unsqueeze(-1).expand(values.shape), values)
-
-
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Return the attention output [B T H D] of transformers with torch's SDPA kernel."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -119,5 +115,7 @@ _RIVALS: dict[str, Callable[..., Rival]] = {
     ),
     "windowed_attention": _windowed,
     "gather_rows": lambda x, rows: Rival("torch.gather", lambda: gathered(x, rows)),
-    "put_rows": lambda x, rows, values: Rival("torch.scatter_", lambda: scattered(x, rows, values)),
+    "put_rows": lambda x, rows, values: Rival(
+        "torch.scatter_", lambda: x.scatter_(2, rows.unsqueeze(-1).expand(values.shape), values)
+    ),
 }

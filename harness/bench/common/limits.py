@@ -9,7 +9,6 @@ from typing import Any, TypedDict
 
 import torch
 
-from harness.bench.common import arguments
 from harness.bench.common.measure import DTYPES, own_seconds
 from harness.terminal.notices import say
 
@@ -41,7 +40,11 @@ def measured(device: torch.device, budget_s: float = 5.0) -> Limits:
 def told(device: str) -> Limits:
     """Measure the best speeds of a device, at which it reads memory and multiplies matrices; print
     them and return them."""
-    limits = measured(arguments.current(device))
+    chosen = torch.device(device)
+    # kernels are launched on torch's current GPU only; torch refuses a plain "cuda", which is that one anyway
+    if chosen.index is not None:
+        torch.cuda.set_device(chosen)
+    limits = measured(chosen)
     products = ", ".join(f"{name} {speed:,.0f}" for name, speed in limits["matmul_gflop_s"].items())
     say(f"limits here: {limits['read_gb_s']:,.1f} GB/s read, matmul GFLOP/s: {products}")
     return limits

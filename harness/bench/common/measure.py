@@ -4,7 +4,7 @@ turns, medians with intervals, and ratios of neighbouring calls."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from math import sqrt
@@ -174,11 +174,10 @@ def interleaved(
     clock: Callable[[Call], float],
     rounds: int,
     failures: Failures[CallKey],
-    warmup: int = 2,
 ) -> dict[CallKey, list[float]]:
-    """Return `rounds` times of each call; the calls take turns. A call that raises an error is left
-    out, and `failures` gets the reason."""
-    for _ in rounds_of(calls, warmup, failures):
+    """Return `rounds` times of each call, after two calls to warm up; the calls take turns. A call that raises an error
+    is left out, and `failures` gets the reason."""
+    for _ in rounds_of(calls, 2, failures):
         pass
     timed = {name: partial(clock, call) for name, call in calls.items() if name not in failures}
     *_, times = rounds_of(timed, rounds, failures)
@@ -195,7 +194,8 @@ def rounds_of(
     there; without, the error is raised."""
     done: dict[CallKey, list[Result]] = {key: [] for key in calls}
     for place in range(rounds):
-        for key in turned(done, place):
+        # reversed in every other round, so that none always comes first
+        for key in list(done)[:: -1 if place % 2 else 1]:
             try:
                 done[key].append(calls[key]())
             except Exception as error:
@@ -219,9 +219,3 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def turned(keys: Collection[CallKey], place: int) -> list[CallKey]:
-    """Return the order of the calls in round `place`: reversed in every other round, so that none
-    always comes first."""
-    return list(keys)[:: -1 if place % 2 else 1]

@@ -34,24 +34,23 @@ def load(name: str, folders: Sequence[Path] = (), **changes: Any) -> Method:
     return method
 
 
-def parsed(spec: str, folders: Sequence[Path] = ()) -> tuple[str, Method]:
-    """Return a text such as `quest` or `quest:select_per=kv_head,page_size=32` with the method it
-    names."""
+def parsed(spec: str, folders: Sequence[Path]) -> Method:
+    """Return the method that a text such as `quest` or `quest:select_per=kv_head,page_size=32` names."""
     name, _, rest = spec.partition(":")
     words = [word.partition("=") for word in rest.split(",") if word]
     if not all(equals for _, equals, _ in words):
         raise ValueError(f"--methods {spec} gives a parameter no value: write {name}:NAME=VALUE.")
-    return spec, load(name, folders, **{key: yaml.safe_load(value) for key, _, value in words})
+    return load(name, folders, **{key: yaml.safe_load(value) for key, _, value in words})
 
 
-def chosen(specs: Sequence[str], folders: Sequence[Path] = ()) -> dict[str, Method]:
+def chosen(specs: Sequence[str], folders: Sequence[Path]) -> dict[str, Method]:
     """Return the methods that are named, by the text that names each; all methods if `specs` is
     empty."""
     if lacking := [folder for folder in folders if not folder.is_dir()]:
         raise ValueError(
             f"--config-dir {lacking[0]} is not a folder: name the one with method/NAME.yaml."
         )
-    return dict(parsed(spec, folders) for spec in specs or names())
+    return {spec: parsed(spec, folders) for spec in specs or names()}
 
 
 def measured(

@@ -26,13 +26,16 @@ def parameters(name: str) -> Signature:
     return signature(op.backend(REFERENCE).run)
 
 
-def _segments(q: Tensor, segments: Any, scale: float) -> int:
-    """Return the bytes of the keys and values that attention over `segments` reads. A segment holds
-    keys, values, the indices of the tokens to read, or None for all, and perhaps log-weights: tokens
-    whose log-weight is minus infinity are not read. A token that several query
-    heads of a group choose separately counts once for each."""
+def _segments(segments: Any) -> int:
+    """Return the bytes that attention over `segments` reads: codes with their ranges, or keys and values. A `Segment`
+    holds keys, values, the indices of the tokens to read, or None for all, and perhaps log-weights: tokens whose
+    log-weight is minus infinity are not read. A token that several query heads of a group choose separately counts once
+    for each."""
     total = 0
     for segment in segments:
+        if not isinstance(segment, Segment):
+            total += _whole(*segment[:4])
+            continue
         k, v, _, _, added = segment
         tokens = (
             len(k) * prod(segment.lists) if added is None else int((added > float("-inf")).sum())
@@ -64,17 +67,6 @@ def _weights(*linears: Linear) -> int:
     )
 
 
-def _attention_with_mean(q: Tensor, segments: Any, scale: float, *_: Any) -> int:
-    return _segments(q, segments, scale)
-
-
-def _coded_attention(q: Tensor, segments: Any, scale: float) -> int:
-    total = 0
-    for part in segments:
-        total += _segments(q, [part], scale) if isinstance(part, Segment) else _whole(*part[:4])
-    return total
-
-
 def _partial_products(guess: Guess | None, new: NewPartial | None) -> int:
     return _whole(*(each.basis for each in (guess, new) if each is not None))
 
@@ -95,10 +87,6 @@ def _token_logits(x: Tensor, head: Head) -> int:
 
 
 _COUNTED: dict[str, Callable[..., int]] = {
-    "segment_attention": _segments,
-    "segment_attention_with_lse": _segments,
-    "attention_with_mean": _attention_with_mean,
-    "coded_attention": _coded_attention,
     "decode_rows": _decoded,
     "gather_rows": _gather_rows,
     "gather_tiers": _gather_rows,
@@ -130,6 +118,8 @@ def bytes_read(name: str, arguments: tuple[Any, ...]) -> int:
     if name in _OF_BLOCK:
         block: DecoderBlock = given["block"]
         return _weights(*(getattr(block, part) for part in _OF_BLOCK[name]))
+    if "segments" in given:
+        return _segments(given["segments"])
     if name.startswith("merge_attention"):
         return _whole(*given["outs"])
     read = [given[part] for part in _SOME.get(name, given)]

@@ -21,7 +21,6 @@ from harness.terminal.tables import Column, digits, markdown_table, text_table
 from kernels.temporary import remove_abandoned
 
 ROOT = Path("results/runs/bench")
-PLACES = ("out",)  # options that say where things lie on this machine, and so are not written
 BenchRow = Mapping[str, Any]
 Table = Callable[[Sequence[BenchRow]], list[Column]]  # of rows without an error
 Picture = Callable[..., None]  # of a path and such rows, and a title
@@ -40,7 +39,8 @@ class Report:
         self.folder: Path = options.out or ROOT / f"{kind}-{datetime.now(UTC):%Y%m%dT%H%M%S}"
         self.rows: list[BenchRow] = []
         self.left_out: list[str] = []
-        asked = {name: value for name, value in vars(options).items() if name not in PLACES}
+        # `out` says where things lie on this machine, and so is not written
+        asked = {name: value for name, value in vars(options).items() if name != "out"}
         stamp = provenance(str(asked.get("device", "cpu")))
         self._head = {
             "schema": 1,
@@ -196,7 +196,10 @@ def lines(
 ) -> None:
     """Draw rows as one line per `series`, with both axes logarithmic and intervals as bands. `x`,
     `y`: keys of a row; `labels`: of the two axes."""
-    figure, axes = _axes(5)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes: Any = figure.subplots()
     names = list(dict.fromkeys(row[series] for row in rows))
     for place, name in enumerate(names):
         points = sorted((row[x], *row[y]) for row in rows if row[series] == name and row[y])
@@ -214,14 +217,6 @@ def lines(
     axes.grid(True, which="major", color="#e3e3e3")
     axes.legend(fontsize=8, ncols=2)
     figure.savefig(path, dpi=120)
-
-
-def _axes(inches: float) -> tuple[Any, Any]:
-    """Return a figure of that height in inches, and its axes."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, inches), layout="constrained")
-    return figure, figure.subplots()
 
 
 def _plain(value: float, _: float) -> str:
