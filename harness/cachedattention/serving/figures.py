@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from harness.cachedattention.simulation.costs import Prices
-from harness.terminal.tables import Column, number, share, text_table
+from harness.terminal.tables import Column, counts, number, share, text_table
 from methods.tiers.tier import DISK, HOST, TIERS
 
 GPUS = 1  # this harness runs on one device
@@ -128,14 +128,19 @@ def table(named: Sequence[Mapping[str, str]], rows: Sequence[Mapping[str, Any]])
     }
     seconds = {"ttft_p50_s": "TTFT\np50", "ttft_p90_s": "TTFT\np90", "ttft_p99_s": "TTFT\np99", "queue_s": "queue",
                "load_s": "load", "save_s": "save"}  # fmt: skip
+
+    def each(key: str) -> list[Any]:
+        """Return a figure of each row; None for 0, which leaves the cell empty."""
+        return [row.get(key) or None for row in rows]
+
     columns = [
         number("rate", "1/s", [row["rate"] for row in rows]),
-        *(number(head, "s", [row[key] or None for row in rows]) for key, head in seconds.items()),
-        *(share(head, [row[key] or None for row in rows]) for key, head in shares.items()),
+        *(number(head, "s", each(key)) for key, head in seconds.items()),
+        *(share(head, each(key)) for key, head in shares.items()),
         number("prefill", "tok/s", [row["prefill_tok_s"] for row in rows]),
         number("busy", "s", [row["busy_s"] for row in rows]),
         Column("cost", "$", [f"{row['cost_usd']:.2g}" for row in rows]),
         number("turns", "", [row["turns"] for row in rows]),
-        Column("lost", "", [str(row.get("lost_turns") or "") for row in rows]),
+        counts("lost", each("lost_turns")),
     ]
     return text_table([*first, *columns])

@@ -16,7 +16,7 @@ import numpy as np
 
 from harness.cachedattention.simulation.trace import TurnLengths, timed
 from harness.config.catalogue import GROUPS
-from harness.config.compose import Word, built, combinations, composed
+from harness.config.compose import built, combinations, composed
 from harness.config.entry import SERVE
 from harness.config.plugins import suggestion
 from harness.config.settings import ENTRIES, KEYS
@@ -83,25 +83,16 @@ def points(words: Sequence[str]) -> list[TrafficPoint]:
         _refuse_unread(key)
     varied = [key for key in chosen[0] if len({point[key].text for point in chosen}) > 1]
     stored = ["history" in point and point["history"].value == "store" for point in chosen]
-    runs = [
-        _point(point, varied, any(stored) and not own)
-        for point, own in zip(chosen, stored, strict=True)
-    ]
+    runs = []
+    for point, own in zip(chosen, stored, strict=True):
+        if any(stored) and not own:  # settings of the store are for the others
+            point = {key: word for key, word in point.items() if not key.startswith("store.")}
+        traffic = TrafficSettings(**{key: word.value for key, word in point.items() if key in OWN})
+        named = {key: point[key].text.partition("=")[2] if key in point else "" for key in varied}
+        texts = [word.text for key, word in point.items() if key not in OWN]
+        task = [] if "task" in point else [TASK]
+        runs.append(TrafficPoint(traffic, (*task, *texts), named))
     return list({(run.system, run.traffic.rate): run for run in runs}.values())
-
-
-def _point(chosen: Mapping[str, Word], varied: Sequence[str], others_store: bool) -> TrafficPoint:
-    """Return the run of one combination of values. `varied`: the keys that vary between runs.
-    `others_store`: other combinations have history=store and this one has not, so that settings of
-    the store are left out here."""
-    if others_store:
-        chosen = {key: word for key, word in chosen.items() if not key.startswith("store.")}
-    traffic = TrafficSettings(**{key: word.value for key, word in chosen.items() if key in OWN})
-    named = {key: chosen[key].text.partition("=")[2] if key in chosen else "" for key in varied}
-    task = [] if "task" in chosen else [TASK]
-    return TrafficPoint(
-        traffic, (*task, *(word.text for key, word in chosen.items() if key not in OWN)), named
-    )
 
 
 def _refuse_unread(key: str) -> None:

@@ -114,7 +114,10 @@ def _most_sessions(jobs: Sequence[ServedTurn], hour_s: float = 3600.0) -> int:
 def table(rows: Sequence[SimulatedRow], runs: Sequence[Scenario]) -> str:
     """Return the terminal's table of simulated runs, one line each: the keys that differ between
     the runs, and the figures."""
-    all_figures = [row["figures"] for row in rows]
+
+    def each(key: str) -> list[Any]:
+        return [row["figures"][key] for row in rows]
+
     named = [
         Column(key, "", [str(getattr(run, key)) for run in runs], left=True) for key in varied(runs)
     ]
@@ -124,21 +127,15 @@ def table(rows: Sequence[SimulatedRow], runs: Sequence[Scenario]) -> str:
         "returning": "returning",
     }
     figures = [
-        share(head, [one[key] or None for one in all_figures]) for key, head in shares.items()
-    ]
-    figures += [
-        number("TTFT", "s", [one["ttft_s"] for one in all_figures]),
-        number("p90", "s", [one["ttft_p90_s"] for one in all_figures]),
-        number("queue", "s", [one["wait_s"] for one in all_figures]),
-        number("prefill", "Ktok/s", [one["prefill_tok_s"] / 1000 for one in all_figures]),
-        number("GPU time", "h", [one["gpu_hours"] for one in all_figures]),
-        number("cost", "$", [one["cost_usd"] for one in all_figures]),
-        share("storage", [one["storage_share"] or None for one in all_figures]),
-        quantity(
-            "disk\nwritten", [one["disk_written_bytes"] for one in all_figures], GB, hide_zeros=True
-        ),
-        quantity(
-            "disk\nread", [one["disk_read_bytes"] for one in all_figures], GB, hide_zeros=True
-        ),
+        *(share(head, [value or None for value in each(key)]) for key, head in shares.items()),
+        number("TTFT", "s", each("ttft_s")),
+        number("p90", "s", each("ttft_p90_s")),
+        number("queue", "s", each("wait_s")),
+        number("prefill", "Ktok/s", [rate / 1000 for rate in each("prefill_tok_s")]),
+        number("GPU time", "h", each("gpu_hours")),
+        number("cost", "$", each("cost_usd")),
+        share("storage", [value or None for value in each("storage_share")]),
+        quantity("disk\nwritten", each("disk_written_bytes"), GB, hide_zeros=True),
+        quantity("disk\nread", each("disk_read_bytes"), GB, hide_zeros=True),
     ]
     return text_table([*named, *figures])

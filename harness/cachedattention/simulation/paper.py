@@ -92,24 +92,17 @@ class Figure:
     def table(self, rows: Sequence[SimulatedRow]) -> str:
         """Return a table of the paper's numbers and those of the simulated `rows`, with a mark at
         numbers that are far from the paper's."""
-        ours = [claim.ours(rows) for claim in self.claims]
-        missed = [claim.is_missed(value) for claim, value in zip(self.claims, ours, strict=True)]
+        pairs = [(claim, claim.ours(rows)) for claim in self.claims]
+        marks = ["!" * claim.is_missed(value) for claim, value in pairs]
         shown = text_table(
             [
-                Column(
-                    f"figure {self.number}", "", [claim.name for claim in self.claims], left=True
-                ),
-                Column("paper", "", [claim.shown(claim.paper) for claim in self.claims]),
-                Column(
-                    "ours",
-                    "",
-                    [claim.shown(value) for claim, value in zip(self.claims, ours, strict=True)],
-                ),
-                Column("", "", ["!" * is_missed for is_missed in missed], left=True),
+                Column(f"figure {self.number}", "", [claim.name for claim, _ in pairs], left=True),
+                Column("paper", "", [claim.shown(claim.paper) for claim, _ in pairs]),
+                Column("ours", "", [claim.shown(value) for claim, value in pairs]),
+                Column("", "", marks, left=True),
             ]
         )
-        notes = [f"! not reproduced: {FAR_TEXT}"] * any(missed)
-        return "\n".join([shown, *notes])
+        return shown + f"\n! not reproduced: {FAR_TEXT}" * any(marks)
 
 
 def figure(number: str) -> Figure:

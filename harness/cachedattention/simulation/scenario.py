@@ -52,15 +52,13 @@ class Scenario:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.policy not in (*POLICIES, RECOMPUTE):
-            known = [*POLICIES, RECOMPUTE]
+        known = [*POLICIES, RECOMPUTE]
+        if self.policy not in known:
             raise SettingsError(
                 f"There is no policy {self.policy!r}{suggestion(self.policy, known)}"
             )
         check_values(self, RANGES)
-        if self.policy == RECOMPUTE:
-            return
-        if not any(self.capacities.values()):
+        if self.policy != RECOMPUTE and not any(self.capacities.values()):
             raise SettingsError(
                 f"policy={self.policy} has no tier to store in: set host=128GB, or policy={RECOMPUTE}."
             )
@@ -71,8 +69,8 @@ class Scenario:
         return {tier: size(tier, getattr(self, tier)) for tier in TIERS}
 
     def trace(self) -> list[TracedConversation]:
-        shape = {"question_share": self.question_share, "correlation": self.correlation}
-        return drawn(self.sessions, self.rate, seed=self.seed, think_s=self.think_s, **shape)
+        names = ("sessions", "rate", "seed", "think_s", "question_share", "correlation")
+        return drawn(**{name: getattr(self, name) for name in names})
 
 
 def scenarios(words: Sequence[str]) -> Iterator[Scenario]:

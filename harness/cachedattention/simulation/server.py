@@ -37,7 +37,7 @@ class SimulatedDisk:
     simulation."""
 
     def __init__(self, capacity: int, hardware: Hardware, write_buffer: int) -> None:
-        self.files: DiskAccount[int] = DiskAccount(capacity)
+        self.files = DiskAccount(capacity)
         self.written_bytes = self.read_bytes = 0
         self._hardware, self._write_buffer = hardware, write_buffer
         self._read_s = self._write_s = 0.0  # when the last of them will be done
@@ -55,7 +55,7 @@ class SimulatedDisk:
         self._read_s = max(now_s, free_s) + size / self._hardware.disk_bytes_per_s
         return self._read_s if size else now_s
 
-    def write(self, session: str, blocks: Mapping[int, int], held: int, now_s: float) -> float:
+    def write(self, session: str, blocks: Mapping[str, int], held: int, now_s: float) -> float:
         """Write a stored conversation's `blocks`, all that it has now (bytes by name), as far as
         the disk does not have them yet. `held`: bytes that stay in memory until that is done.
         Return the time until which the caller must wait for room in the write buffer; `now_s` if it
@@ -250,15 +250,12 @@ class Server:
         self._advance(steps * self.model.decode_step_s)
         self._arrivals()  # before anything is saved: who waits is exempt
         while self._running and self._running[0][0] == self._steps:
-            self._answered(self.states[heappop(self._running)[2]])
-
-    def _answered(self, state: OpenConversation) -> None:
-        ended_s = self.now_s
-        if self.store:
-            self._save(state, self.store)
-        if state.turn < len(state.conversation.turns):
-            again_s = ended_s + state.conversation.think_s[state.turn - 1]
-            heappush(self._coming, (again_s, next(self._order), state.conversation.name))
+            state, ended_s = self.states[heappop(self._running)[2]], self.now_s
+            if self.store:
+                self._save(state, self.store)
+            if state.turn < len(state.conversation.turns):
+                again_s = ended_s + state.conversation.think_s[state.turn - 1]
+                heappush(self._coming, (again_s, next(self._order), state.conversation.name))
 
     def _save(self, state: OpenConversation, store: Placement) -> None:
         """Save the conversation's history after a turn, as the store does: only what is new of it
@@ -316,7 +313,7 @@ class Server:
         return state.history * self.model.kv_bytes_per_token
 
 
-_names = count()
+_names = map(str, count())
 
 
 @dataclass(slots=True)
@@ -329,7 +326,7 @@ class OpenConversation:
     turn: int = 0
     history: int = 0
     asked_s: float = 0.0  # of the question that waits or runs
-    blocks: dict[int, int] = field(default_factory=dict)
+    blocks: dict[str, int] = field(default_factory=dict)
 
     def append(self, tokens: int, length: int) -> None:
         """Add so many tokens to the stored history, in blocks of `length`, of which the last one
@@ -340,7 +337,7 @@ class OpenConversation:
     def drop(self, tokens: int) -> int:
         """Drop so many of the oldest tokens from the stored history. Return the old length of the
         block that the cut goes through, 0 where it goes through none."""
-        kept: dict[int, int] = {}
+        kept: dict[str, int] = {}
         cut = 0
         for name, held in self.blocks.items():
             if tokens >= held:
@@ -352,7 +349,7 @@ class OpenConversation:
         self.blocks = kept
         return cut
 
-    def sizes(self, token_bytes: int) -> Mapping[int, int]:
+    def sizes(self, token_bytes: int) -> Mapping[str, int]:
         """Return the bytes of each stored block by its name. `token_bytes`: bytes of a token's keys
         and values."""
         return {name: tokens * token_bytes for name, tokens in self.blocks.items()}

@@ -68,7 +68,7 @@ class Disk:
     heads of files and the token ids come on top."""
 
     def __init__(self, folder: Path, capacity: int) -> None:
-        self.folder, self.files = folder, DiskAccount[str](capacity)
+        self.folder, self.files = folder, DiskAccount(capacity)
         try:
             for inside in (folder / "blocks", folder / "sessions"):
                 inside.mkdir(parents=True, exist_ok=True)
@@ -84,11 +84,12 @@ class Disk:
         self._used = 0  # nanoseconds of the wall clock, at which a session was used last
         try:
             self._found = list(self._restored())
-        except OSError as error:  # says nothing of a session, which the next start may well read
+        except BaseException as error:
             self._lock.release()
-            raise _unusable(folder, error) from error
-        except BaseException:
-            self._lock.release()
+            if isinstance(
+                error, OSError
+            ):  # says nothing of a session, which the next start may well read
+                raise _unusable(folder, error) from error
             raise
 
     def restored(self, now_s: float) -> Iterator[tuple[str, SessionOnDisk, float]]:
@@ -166,12 +167,22 @@ class Disk:
         try:
             known |= {block.name: block for block in self._written(new)}
             session = SessionOnDisk([known[block.name] for block in blocks], lineage)
-            self._write_session(key, session)
+            # one line with the checksum of all that follows, then key, lineage and blocks
+            files = [
+                [block.name, block.tokens, block.size, block.file.sha256, block.file.bytes]
+                for block in session.blocks
+                if block.file is not None
+            ]
+            content = {"format": FORMAT, "key": key, "lineage": lineage, "blocks": files}
+            data = json.dumps(content).encode()
+            with replacing(self._session_path(key)) as file:
+                file.write(hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
+            self.sessions[key] = session
+            self.touch(key)
         except BaseException:  # the rows that were to be written may be missing too
             self._remove(new)
             raise
         self._remove([block for block in before if block.name not in names])
-        self.sessions[key] = session
         return self.files.hold(key, _sizes(blocks)), list(session.blocks)
 
     def touch(self, key: str) -> None:
@@ -201,21 +212,6 @@ class Disk:
 
     def _session_path(self, key: str) -> Path:
         return self.folder / "sessions" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-
-    def _write_session(self, key: str, session: SessionOnDisk) -> None:
-        """Write the file of a session: one line with the checksum of all that follows, then key,
-        lineage and blocks as JSON."""
-        blocks = [
-            [block.name, block.tokens, block.size, block.file.sha256, block.file.bytes]
-            for block in session.blocks
-            if block.file is not None
-        ]
-        content = {"format": FORMAT, "key": key, "lineage": session.lineage, "blocks": blocks}
-        data = json.dumps(content).encode()
-        with replacing(self._session_path(key)) as file:
-            file.write(hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
-        self.sessions[key] = session
-        self.touch(key)
 
     def _session_in(self, path: Path) -> tuple[str, SessionOnDisk]:
         """Read the file of a session; return the session's key and content. Raise one of `MISREAD`

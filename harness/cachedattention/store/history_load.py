@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import NoReturn
 
 import torch
 
@@ -21,11 +20,6 @@ from methods.tiers.transfer import beside_the_model, reached
 # rows of tokens, and what belongs to all of them together, by name
 LayerRows = tuple[Tensors, Tensors]
 Prepare = Callable[[int, LayerRows], LayerRows]
-
-
-def as_it_is(number: int, layer: LayerRows) -> LayerRows:
-    """Return a layer's rows unchanged, for a load whose rows need no preparation."""
-    return layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +100,11 @@ class HistoryLoad:
                     x.record_stream(torch.cuda.current_stream(x.device))
             return layer
         except LOST as error:
-            self._fail(error)
+            self._contents.statistics.found(self.tier, self.tokens, count=-1)
+            # unless the session has been given up or replaced since
+            if self._contents.fetches.get(self._key) is self.fetch:
+                self._contents.lose(self._key, error)
+            raise HistoryLost(f"the stored history is damaged: {error}") from error
         finally:
             self._waits.add(asked, perf_counter())
 
@@ -173,11 +171,3 @@ class HistoryLoad:
             layer = self._prepare(number, (rows, rest))
         self._spans.add(began, perf_counter())
         return layer
-
-    def _fail(self, error: Exception) -> NoReturn:
-        """Drop the session from the store because of `error`, unless it has been given up or
-        replaced since, and raise `HistoryLost`."""
-        self._contents.statistics.found(self.tier, self.tokens, count=-1)
-        if self._contents.fetches.get(self._key) is self.fetch:
-            self._contents.lose(self._key, error)
-        raise HistoryLost(f"the stored history is damaged: {error}") from error

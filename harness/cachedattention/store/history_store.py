@@ -23,7 +23,6 @@ from functools import partial
 from math import inf
 from pathlib import Path
 from time import perf_counter
-from types import TracebackType
 from uuid import uuid4
 
 import torch
@@ -40,7 +39,7 @@ from harness.cachedattention.store.block import (
 )
 from harness.cachedattention.store.disk import Disk, HistoryError, warn
 from harness.cachedattention.store.fingerprint import EXACT, Fingerprint, cut_lineage
-from harness.cachedattention.store.history_load import HistoryLoad, Prepare, as_it_is
+from harness.cachedattention.store.history_load import HistoryLoad, Prepare
 from harness.cachedattention.store.placement import LRU, Placement, SchedulerAware
 from harness.cachedattention.store.statistics import Statistics
 from harness.cachedattention.store.stored_sessions import StoredSessions
@@ -123,7 +122,7 @@ class HistoryStore:
         session: str,
         tokens: Sequence[int],
         read_buffer: int | None = None,
-        prepare: Prepare = as_it_is,
+        prepare: Prepare = as_given,
         lineage: str = EXACT,
     ) -> HistoryLoad | None:
         """Begin to load the longest stored prefix of `tokens`, in whole blocks (256 tokens at
@@ -301,12 +300,7 @@ class HistoryStore:
     def __enter__(self) -> HistoryStore:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _key(self, session: str) -> str:

@@ -3,7 +3,6 @@ memory, or in the files of a disk."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -35,11 +34,6 @@ from methods.tiers.tier import DISK
 from methods.tiers.transfer import TransferEngine
 
 T = TypeVar("T")
-
-
-def _ignored(_: Future[Any]) -> None:
-    """Do nothing when an upload of rows to host memory ends: whoever reads the rows finds out
-    whether they came."""
 
 
 Written = tuple[int, list[Block]]  # bytes written; the session's blocks as they lie on disk
@@ -134,11 +128,6 @@ class Fetch:
             part.name for part in self._parts
         }
 
-    def wait(self) -> None:
-        """Wait until all layers are read or have failed, after which this fetch reads no file any
-        more."""
-        wait(self.rows.values())
-
     def blocks(self) -> list[Block]:
         """Wait until all layers are read; return the session's blocks with their rows in memory."""
         layers = [rows.result() for rows in self.rows.values()]
@@ -181,7 +170,7 @@ class StoredSessions:
         threads: int,
         place: Place,
         write_buffer: int,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
         self.blocks: dict[str, list[Block]] = {}
         self.lineages: dict[str, str] = {}
@@ -200,12 +189,8 @@ class StoredSessions:
         self._uploads: deque[tuple[str, UploadToHost]] = deque()
         # sessions on disk, or on their way there: by which write
         self._away: dict[str, object] = {}
-        if disk is not None:
-            self._restore(disk)
-
-    def _restore(self, disk: Disk) -> None:
-        """Take over the sessions that an earlier process has left on disk."""
-        for key, session, used_s in disk.restored(self.clock()):
+        # of an earlier process
+        for key, session, used_s in disk.restored(self.clock()) if disk is not None else ():
             self.blocks[key], self.lineages[key] = list(session.blocks), session.lineage
             self._away[key] = None
             moves = self.placement.save(
@@ -218,7 +203,7 @@ class StoredSessions:
         begin with; none where the session has another `lineage` (a hash of what was dropped or
         recomputed before its rows). A session with a rest (tensors that belong to all tokens)
         matches as a whole or not at all."""
-        parts = self.blocks.get(key, []) if self.lineages.get(key) == lineage else []
+        parts = self._known(key, lineage)
         count = covered(parts, tokens)
         return [] if has_rest(parts) and count < len(parts) else parts[:count]
 
@@ -226,11 +211,14 @@ class StoredSessions:
         """Return the blocks that hold just the first `end` tokens of the session. Return None where
         no block ends there, or where the session has another `lineage` (a hash of what was dropped
         or recomputed before its rows)."""
-        known = self.blocks.get(key, []) if self.lineages.get(key) == lineage else []
+        known = self._known(key, lineage)
         return next(
             (known[:count] for count in range(len(known) + 1) if length_of(known[:count]) == end),
             None,
         )
+
+    def _known(self, key: str, lineage: str) -> list[Block]:
+        return self.blocks.get(key, []) if self.lineages.get(key) == lineage else []
 
     def collect(self) -> None:
         """Take note of what other threads have finished by now: uploads from the device, writes to
@@ -280,8 +268,9 @@ class StoredSessions:
         write buffer holds."""
         for upload in uploads:
             self._uploads.append((key, upload))
-            for future, size in upload.layers:
-                self.leaving.follow(future, _ignored, size)
+            for future, size in upload.layers.values():
+                # whoever reads the rows finds out whether they came
+                self.leaving.follow(future, lambda _: None, size)
         for _, upload in self._uploads:
             upload.waited(began)
 
@@ -452,7 +441,7 @@ class StoredSessions:
 
         def change() -> None:
             if fetch is not None:
-                fetch.wait()
+                wait(fetch.rows.values())
             action(disk)
 
         self.saving.submit(change, Future.result)

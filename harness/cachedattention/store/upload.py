@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from time import perf_counter
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -24,8 +25,8 @@ Parts = Mapping[str, SplitRows]
 MakeStored = Callable[[int, Parts], Parts]
 
 
-def as_given(number: int, rows: Parts) -> Parts:
-    """Return a layer's rows unchanged, for rows that are stored as they are."""
+def as_given(number: int, rows: Any) -> Any:
+    """Return a layer's rows unchanged, for rows that are stored, or handed out, as they are."""
     return rows
 
 
@@ -80,30 +81,27 @@ class UploadToHost:
         parts = {
             name: x if isinstance(x, SplitRows) else SplitRows(x) for name, x in layers.items()
         }
-        length = length if layers else max(1, len(tokens))
-        cuts = [
-            slice(start, min(start + length, len(tokens)))
-            for start in range(0, len(tokens), length)
-        ]
+        count = len(tokens)
+        length = length if layers else max(1, count)
+        cuts = [slice(start, min(start + length, count)) for start in range(0, count, length)]
         # which tokens go into each block; None for the rest
         self._cuts = [*cuts, *([None] if rest else [])]
-        # each with the bytes that wait for it
-        self.layers: list[tuple[Future[list[Tensors]], int]] = []
-        coming: dict[int, Future[list[Tensors]]] = {}
+        # by number, each with the bytes that wait for it
+        self.layers: dict[int, tuple[Future[list[Tensors]], int]] = {}
         for number, names in sorted(by_layer([*parts, *rest]).items()):
             own = {name: parts[name] for name in names if name in parts}
             whole = {name: rest[name] for name in names if name in rest}
             size = sum(x.like.nbytes for x in own.values()) + sum(x.nbytes for x in whole.values())
-            coming[number] = lane.submit(partial(self._layer, number, own, whole))
-            self.layers.append((coming[number], size))
+            self.layers[number] = lane.submit(partial(self._layer, number, own, whole)), size
         self.blocks: list[Block] = []
-        token_bytes = sum(part.like.nbytes for part in parts.values()) // max(1, len(tokens))
+        token_bytes = sum(part.like.nbytes for part in parts.values()) // max(1, count)
         for at, cut in enumerate(self._cuts):
             text = () if cut is None else tuple(tokens[cut])
             size = sum(x.nbytes for x in rest.values()) if cut is None else token_bytes * len(text)
             by_number = by_layer(rest if cut is None else parts)
             rows = ArrivingRows(
-                {name: coming[number] for number, own in by_number.items() for name in own}, at
+                {name: self.layers[number][0] for number, own in by_number.items() for name in own},
+                at,
             )
             self.blocks.append(Block(uuid4().hex, text, size, rows))
         self.waited(began)
@@ -115,7 +113,7 @@ class UploadToHost:
 
     @property
     def finished(self) -> bool:
-        return all(future.done() for future, _ in self.layers)
+        return all(future.done() for future, _ in self.layers.values())
 
     @property
     def hidden_s(self) -> float:
@@ -130,12 +128,12 @@ class UploadToHost:
 
     def wait(self) -> None:
         """Wait until every layer is copied or has failed."""
-        for future, _ in self.layers:
+        for future, _ in self.layers.values():
             future.exception()
 
     def release(self) -> None:
         """Drop the references to rows and blocks, once the session has them."""
-        self.layers, self.blocks = [], []
+        self.layers, self.blocks = {}, []
 
     @torch.no_grad()
     def _layer(self, number: int, rows: Parts, rest: Tensors) -> list[Tensors]:

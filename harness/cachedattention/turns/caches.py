@@ -123,10 +123,8 @@ class CachesBetweenTurns:
     def save_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> float:
         """Begin to copy rows of the prompt, which `save` will be given, from the device to the
         store: after the prefill and before the seal, in which a method chooses what to keep.
-        `tokens`: all that was fed to `cache`. Return the seconds that the caller waited."""
-        began = perf_counter()
-        self._leave_ahead(session, tokens, cache)
-        return perf_counter() - began
+        `tokens`: all that was fed to `cache`. Return the seconds that the caller waited; here nothing is stored."""
+        return 0.0
 
     def save(self, session: str, tokens: Sequence[int], cache: KVCache) -> Saved:
         """End a turn: keep `cache` for the next one. `tokens`: all that was fed to it. The cache
@@ -158,7 +156,13 @@ class CachesBetweenTurns:
                 found.loading.account()
         if found.reused < len(tokens):
             return both_ends(tokens, keep, sinks)
-        fresh = self._cut(found.cache, tokens, keep, capacity, sinks, naive)
+        contents, fresh = found.cache.whole_contents(), self.start(capacity)
+        rotations = [Rotation(layer.spec.rope, fresh.state.request.dtype) for layer in fresh.layers]
+        for rotation in rotations:
+            rotation.check(len(tokens))
+        fresh.refill(truncated(contents, fresh.layers, rotations, keep, sinks=sinks, naive=naive))
+        fresh.fed.stages = found.cache.fed.stages
+        self._note_cut(found.cache, fresh, tokens, sinks)
         kept = both_ends(tokens, fresh.num_tokens, sinks)
         self.save(session, kept, fresh)
         return kept
@@ -194,32 +198,13 @@ class CachesBetweenTurns:
         fresh.fed.take(found.cache.fed)
         return ResumedCache(fresh, load_s=found.load_s)
 
-    def _leave_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> None:
-        """Begin to copy rows from the device, in classes that store them; here nothing happens."""
-
     def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[UploadToHost]:
         """Keep the cache for the next turn. Return the uploads that go on copying its rows to host
         memory; none here."""
         return ()
 
-    def _cut(
-        self,
-        cache: KVCache,
-        tokens: Sequence[int],
-        keep: int,
-        capacity: int,
-        sinks: int,
-        naive: bool,
-    ) -> KVCache:
-        """Return a fresh cache of `capacity` tokens with what stays of `cache`, which holds
-        `tokens`, when its history is cut to `keep` tokens as in `shorten`."""
-        contents, fresh = cache.whole_contents(), self.start(capacity)
-        rotations = [Rotation(layer.spec.rope, fresh.state.request.dtype) for layer in fresh.layers]
-        for rotation in rotations:
-            rotation.check(len(tokens))
-        fresh.refill(truncated(contents, fresh.layers, rotations, keep, sinks=sinks, naive=naive))
-        fresh.fed.stages = cache.fed.stages
-        return fresh
+    def _note_cut(self, cache: KVCache, fresh: KVCache, tokens: Sequence[int], sinks: int) -> None:
+        """Note, in classes that store rows, that `fresh` has what stays of `cache`, which holds `tokens`."""
 
 
 class DevicePrefix(CachesBetweenTurns):

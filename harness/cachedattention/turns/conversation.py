@@ -75,12 +75,6 @@ class Overflow:
         )
 
 
-def without_eos(tokens: Sequence[int], stop: str) -> Sequence[int]:
-    """Return the part of an answer that stays in the text: its EOS is left out, for the template
-    ends the turn in its own way."""
-    return tokens[: len(tokens) - (stop == "eos")]
-
-
 class Conversation:
     """A conversation of `turns` turns: its text, and how its KV cache comes into each turn and out
     again. `capacity`: the most tokens of all turns together, prompts and answers."""
@@ -179,7 +173,8 @@ class Conversation:
         self._begun()
 
     def answered(self, tokens: Sequence[int], stop: str) -> None:
-        self.text += without_eos(tokens, stop)
+        # without its EOS, for the template ends the turn in its own way
+        self.text += tokens[: len(tokens) - (stop == "eos")]
 
     @torch.inference_mode()
     def save(self) -> Saved:

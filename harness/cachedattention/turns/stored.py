@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from time import perf_counter
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,7 +26,7 @@ from harness.cachedattention.store.fingerprint import (
 )
 from harness.cachedattention.store.history_load import HistoryLoad, LayerRows, Prepare
 from harness.cachedattention.store.history_store import NOTHING, HistoryStore, has_rows
-from harness.cachedattention.store.upload import MakeStored, UploadToHost, as_given
+from harness.cachedattention.store.upload import MakeStored, UploadToHost
 from harness.cachedattention.turns.caches import (
     CachesBetweenTurns,
     NewCache,
@@ -278,16 +279,18 @@ class StoredCaches(CachesBetweenTurns):
     def _lineage(self, session: str) -> str:
         return self._lineages.get(session, EXACT)
 
-    def _leave_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> None:
+    def save_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> float:
         """Begin to copy whole blocks of the prompt's rows to host memory while the answer is
         decoded, for methods that never change a row: no later step writes to them."""
+        began = perf_counter()
         if not (self.form.by_token and self.store.threads and cache.fits(cache.capacity)):
-            return
+            return 0.0
         lineage = rotated_lineage(self._lineage_of.get(cache, EXACT), self._stage(cache.capacity))
         start = self.store.known(session, tokens, lineage)
         if whole := (len(tokens) - start) // self.store.block_tokens * self.store.block_tokens:
             upload = self._upload(cache.contents(), tokens[: start + whole], start, cache.capacity)
             self._sent[cache] = start, upload
+        return perf_counter() - began
 
     def _keep(self, session: str, tokens: Sequence[int], cache: KVCache) -> Sequence[UploadToHost]:
         contents, lineage = cache.contents(), self._lineage_of.pop(cache, EXACT)
@@ -327,7 +330,7 @@ class StoredCaches(CachesBetweenTurns):
         the length of the text for which the keys are rotated."""
         end = len(tokens)
         rows = self.form.rows(contents, start, end) if start < end else {}
-        stored = self.form.unrotated(start, end, rows, text) if rows else as_given
+        stored = self.form.unrotated(start, end, rows, text)
         return self.store.leave(tokens[start:], rows, rest, stored)
 
     def shorten(
@@ -358,21 +361,9 @@ class StoredCaches(CachesBetweenTurns):
             self._lineages[session] = cut_lineage(before, tokens, len(tokens) - len(kept), sinks)
         return kept
 
-    def _cut(
-        self,
-        cache: KVCache,
-        tokens: Sequence[int],
-        keep: int,
-        capacity: int,
-        sinks: int,
-        naive: bool,
-    ) -> KVCache:
-        fresh = super()._cut(cache, tokens, keep, capacity, sinks, naive)
-        dropped = len(tokens) - fresh.num_tokens
-        self._lineage_of[fresh] = cut_lineage(
-            self._lineage_of.pop(cache, EXACT), tokens, dropped, sinks
-        )
-        return fresh
+    def _note_cut(self, cache: KVCache, fresh: KVCache, tokens: Sequence[int], sinks: int) -> None:
+        before, dropped = self._lineage_of.pop(cache, EXACT), len(tokens) - fresh.num_tokens
+        self._lineage_of[fresh] = cut_lineage(before, tokens, dropped, sinks)
 
     def forget(self, session: str) -> None:
         self._give_up(session)

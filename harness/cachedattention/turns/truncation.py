@@ -62,7 +62,10 @@ class Rotation:
     def check(self, tokens: int) -> None:
         """Raise `RotationError` where the model rotates a text of `tokens` tokens otherwise than a
         short one, so that its keys do not fit a shortened text."""
-        if not self._alike(tokens):
+        # angles of position 1
+        ends = (torch.tensor([1]), torch.tensor([1, max(1, tokens - 1)]))
+        short, long = (self.angles(end)[0][0, 0] for end in ends)
+        if not short.equal(long):
             raise RotationError(
                 f"This model's rotary scaling (dynamic or LongRoPE) changes all angles before a text has {tokens} "
                 "tokens, so what is cut from a longer history does not fit the shorter text: set overflow.by="
@@ -85,25 +88,15 @@ class Rotation:
     ) -> Tensor:
         if not rows.shape[-2]:
             return rows.float()
-        cos, sin = self._at(positions.flatten().clamp(min=0))
         # every head as a sequence of its own
         flat = rows.float().reshape(rows.shape[:-2].numel(), 1, *rows.shape[-2:])
-        cos, sin = (part.to(rows.device).unflatten(0, (-1, rows.shape[-2])) for part in (cos, sin))
+        cos, sin = (
+            # in fp32, but rounded as the model rounds
+            part[0].to(self.dtype).float().to(rows.device).unflatten(0, (-1, rows.shape[-2]))
+            for part in self.angles(positions.flatten().clamp(min=0))
+        )
         turned = way(flat, cos, sin).view(rows.shape)
         return torch.where((positions < 0).unsqueeze(-1).to(rows.device), rows.float(), turned)
-
-    def _at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin at the positions, [P R] each, in fp32 but rounded to the model's dtype
-        as the model rounds them."""
-        cos, sin = (part[0].to(self.dtype).float() for part in self.angles(positions))
-        return cos, sin
-
-    def _alike(self, reach: int) -> bool:
-        """Return whether position 1 has the same angles in a text of `reach` tokens as in the
-        shortest text."""
-        ends = (torch.tensor([1]), torch.tensor([1, max(1, reach - 1)]))
-        short, long = (self.angles(end)[0][0, 0] for end in ends)
-        return torch.equal(short, long)
 
 
 LayerState = Mapping[str, Tensor]  # of one layer, as `KVLayer.state` gives it
@@ -180,11 +173,8 @@ def _sources(state: LayerState) -> list[Tensor]:
     """Return the positions to which a layer's keys are rotated now: one tensor [T] for each KV head
     whose keys are stored apart, or one, [T] or [B heads T], for all heads together."""
     rows, seen = _rows(state), int(state["seen"])
-    stated = [
-        *(x for name, x in state.items() if name.endswith(".rotated")),
-        state.get("positions"),
-    ]
-    places = stated[0]
+    rotated = (x for name, x in state.items() if name.endswith(".rotated"))
+    places = next(rotated, state.get("positions"))
     if places is None:
         return [torch.arange(seen - rows[0], seen)]
     if len(rows) == 1:
