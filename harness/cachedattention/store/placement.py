@@ -8,21 +8,16 @@ holds a tensor."""
 from __future__ import annotations
 
 import errno
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush, heapreplace
 from itertools import islice
 from math import inf
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar
 
 from harness.config.values import SettingsError
 from methods.tiers.tier import DEVICE, DISK, HOST, TIERS
-
-SLACK = 64  # stale entries of the heap that are not worth a new one
-Name = TypeVar("Name", bound=Hashable)
-Rank = tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -40,21 +35,15 @@ class PlacedSession:
 
 
 class LRU:
-    """The policy by which the least recently used session leaves a full tier first. A policy gives
-    each session a rank, and the smallest rank leaves."""
+    """The policy by which the least recently used session leaves a full tier first."""
 
     name: ClassVar[str] = "lru"
-
-    def rank(self, item: PlacedSession, ticket: int | None, horizon: int) -> Rank:
-        """Return the rank of a session (a stored conversation) in its tier: the smallest rank
-        leaves first. `ticket`: the number of its waiting job in order of arrival, None without one.
-        `horizon`: jobs with a ticket below it are within the window at which the policy looks
-        ahead."""
-        return 0, item.used
+    order: ClassVar[str] = "used"  # the tick by which sessions leave
 
     def window(self, capacity: int, mean_size: float) -> int:
         """Return how many of the next waiting jobs the policy looks ahead at, where the tiers hold
-        `capacity` bytes and a session has `mean_size` on average; 0 for none."""
+        `capacity` bytes and a session has `mean_size` on average; 0 for none. A session with a job among them is kept;
+        where all are, the one whose job is nearest the tail of the queue leaves."""
         return 0
 
 
@@ -63,22 +52,14 @@ class FIFO(LRU):
     What moves there from another tier counts as the last to come, so it always finds room."""
 
     name = "fifo"
-
-    def rank(self, item: PlacedSession, ticket: int | None, horizon: int) -> Rank:
-        return 0, item.entered
+    order = "entered"
 
 
 class SchedulerAware(LRU):
     """CachedAttention's policy, which looks ahead at as many waiting jobs as there are sessions
-    that fit into the tiers.
-
-    A session with a job in that window is kept. Among the others the least recently used one leaves
-    first; where all have such a job, the one whose job is nearest the tail of the queue leaves."""
+    that fit into the tiers. Among the sessions without such a job the least recently used one leaves first."""
 
     name = "scheduler_aware"
-
-    def rank(self, item: PlacedSession, ticket: int | None, horizon: int) -> Rank:
-        return (0, item.used) if ticket is None or ticket >= horizon else (1, -ticket)
 
     def window(self, capacity: int, mean_size: float) -> int:
         return int(capacity / mean_size) if mean_size else 0
@@ -88,54 +69,31 @@ POLICIES: Mapping[str, type[LRU]] = {policy.name: policy for policy in (Schedule
 
 
 class TierContents:
-    """The sessions (stored conversations) that lie in the tier `name`, with a heap by the ranks of
-    a policy: the lowest rank leaves first. A rank may rise without notice; where it falls, `push`
-    must be called."""
+    """The sessions (stored conversations) that lie in the tier `name`. `order` names the tick by which they leave it,
+    unless a job that waits keeps them."""
 
-    def __init__(self, name: str, capacity: int) -> None:
-        self.name, self.capacity = name, capacity
+    def __init__(self, name: str, capacity: int, order: str) -> None:
+        self.name, self.capacity, self.order = name, capacity, order
         self.items: dict[str, PlacedSession] = {}
         self.bytes = 0
-        # may hold ranks that rose since, and sessions that left
-        self._heap: list[tuple[Rank, str]] = []
+        self.ticks: list[tuple[int, str]] = []  # ascending, with their sessions
 
     @property
     def free(self) -> int:
         return self.capacity - self.bytes
 
-    def add(self, item: PlacedSession, rank: Rank) -> None:
+    def add(self, item: PlacedSession) -> None:
         self.items[item.session] = item
         self.bytes += item.size
-        self.push(item, rank)
+        insort(self.ticks, (getattr(item, self.order), item.session))
 
     def remove(self, item: PlacedSession) -> None:
         del self.items[item.session]
         self.bytes -= item.size
-
-    def push(self, item: PlacedSession, rank: Rank) -> None:
-        heappush(self._heap, (rank, item.session))
-        if len(self._heap) > 2 * len(self.items) + SLACK:
-            lowest = {
-                session: rank
-                for rank, session in sorted(self._heap, reverse=True)
-                if session in self.items
-            }
-            self._heap = [(rank, session) for session, rank in lowest.items()]
-            heapify(self._heap)
-
-    def lowest(self, rank: Callable[[PlacedSession], Rank]) -> PlacedSession:
-        while True:
-            known, session = self._heap[0]
-            item = self.items.get(session)
-            if item is None:
-                heappop(self._heap)
-            elif (now := rank(item)) != known:
-                heapreplace(self._heap, (now, session))
-            else:
-                return item
+        del self.ticks[bisect_left(self.ticks, (getattr(item, self.order), item.session))]
 
 
-class DiskAccount(Generic[Name]):
+class DiskAccount:
     """An account of what lies on a disk of `capacity` bytes: names and sizes of the blocks in
     files, by session. The store and the simulator keep one each.
 
@@ -145,11 +103,11 @@ class DiskAccount(Generic[Name]):
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.bytes = capacity, 0
-        self._blocks: dict[str, Mapping[Name, int]] = {}
+        self._blocks: dict[str, Mapping[str, int]] = {}
         self._spare: OrderedDict[str, None] = OrderedDict()  # the first became one first
 
     def make_room(
-        self, session: str, blocks: Mapping[Name, int], drop: Callable[[str], None]
+        self, session: str, blocks: Mapping[str, int], drop: Callable[[str], None]
     ) -> None:
         """Call `drop` for other sessions whose files are spare copies, since they lie in memory
         too, until `blocks`, all that `session` has, fit. Raise OSError where they do not fit and no
@@ -161,7 +119,7 @@ class DiskAccount(Generic[Name]):
                 raise OSError(errno.ENOSPC, "no room in the disk tier")
             drop(spare)
 
-    def hold(self, session: str, blocks: Mapping[Name, int]) -> int:
+    def hold(self, session: str, blocks: Mapping[str, int]) -> int:
         """Note that the session has just these `blocks` on disk now, sizes by name; return the
         bytes of those that it did not have before."""
         before = self._blocks.get(session, {})
@@ -187,43 +145,30 @@ class JobQueue:
     gaps."""
 
     def __init__(self) -> None:
-        self._jobs: dict[int, str] = {}
         self._order: list[int] = []  # the tickets of those that wait: the k-th one at once
-        self._tickets: dict[str, int] = {}
+        self.tickets: dict[str, int] = {}  # by session
         self._next = 0
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return len(self.tickets)
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names of the sessions whose jobs wait, in order of arrival."""
-        return iter(self._jobs.values())
+        return iter(self.tickets)
 
     def join(self, session: str) -> None:
-        self._tickets[session], self._jobs[self._next] = self._next, session
+        self.tickets[session] = self._next
         self._order.append(self._next)
         self._next += 1
 
     def leave(self, session: str) -> None:
         """Remove the session's waiting job (a turn to be served), which starts or is given up."""
-        ticket = self._tickets.pop(session)
-        del self._jobs[ticket], self._order[bisect_left(self._order, ticket)]
-
-    def ticket(self, session: str) -> int | None:
-        """Return the number of the session's waiting job in order of arrival, or None where it has
-        none."""
-        return self._tickets.get(session)
+        del self._order[bisect_left(self._order, self.tickets.pop(session))]
 
     def horizon(self, count: int) -> int:
         """Return a ticket (a job's number in order of arrival) such that of all waiting jobs just
         the next `count` have smaller ones."""
         return self._order[count] if count < len(self._order) else self._next
-
-    def between(self, start: int, end: int) -> list[str]:
-        """Return the sessions whose waiting jobs have tickets (numbers in order of arrival) from
-        `start` to below `end`."""
-        places = (bisect_left(self._order, ticket) for ticket in (start, end))
-        return [self._jobs[ticket] for ticket in self._order[slice(*places)]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,18 +188,6 @@ def in_order(moves: Sequence[Move]) -> list[Move]:
     return sorted(moves, key=lambda move: move.source != DISK or move.target is None)
 
 
-def without_copies(capacities: Mapping[str, int]) -> int:
-    """Return how many of the disk's bytes stay free for sessions when it also keeps a copy of
-    everything that the faster tiers can hold. `capacities`: bytes by tier. Raise `SettingsError`
-    where nothing is left."""
-    left = 2 * capacities[DISK] - sum(capacities.values())
-    if left <= 0:
-        raise SettingsError(
-            "disk is too small for copies of what lies in memory: raise disk, or set copies=false."
-        )
-    return left
-
-
 class Placement:
     """The record of which session (a stored conversation) lies in which tier; its methods return
     the moves that follow from a change, which the caller carries out as `in_order` says.
@@ -267,17 +200,19 @@ class Placement:
     ) -> None:
         given = {name: capacities[name] for name in TIERS if capacities.get(name)}
         if copies and DISK in given:
-            given[DISK] = without_copies(given)
+            given[DISK] -= sum(size for name, size in given.items() if name != DISK)
+            if given[DISK] <= 0:
+                raise SettingsError(
+                    "disk is too small for copies of what lies in memory: raise disk, or set copies=false."
+                )
         # the fastest tier first
-        self.levels = [TierContents(name, size) for name, size in given.items()]
+        self.levels = [TierContents(name, size, policy.order) for name, size in given.items()]
         self.names = list(given)
         self.policy, self.ttl_s = policy, ttl_s
         self.queue = JobQueue()
         self.items: OrderedDict[str, PlacedSession] = OrderedDict()  # least recently used first
         self._waiting_capacity = sum(size for name, size in given.items() if name != DEVICE)
         self._ticks = self._bytes = 0
-        # the window's end, where it was farthest since ranks were last put right
-        self._farthest = 0
 
     def tier(self, session: str) -> str | None:
         item = self.items.get(session)
@@ -291,28 +226,22 @@ class Placement:
         """Put the session, which has `size` bytes now, into the fastest tier that can hold it,
         though none faster than `fastest`. Return the moves that follow, those of sessions that make
         way included."""
-        moves: list[Move] = []
-        item = self.items.get(session)
+        source, item = None, self.items.get(session)
         if item:
-            source = self.names[item.level]
-            self.levels[item.level].remove(item)
-            self._bytes += size - item.size
-            item.size = size
+            source = self._resized(item, size).name
         else:
-            source = None
             item = self.items[session] = PlacedSession(session, size, self._ticks + 1, 0, 0.0, 0)
             self._bytes += size
         self._touch(item, now_s)
-        self._place(item, self.names.index(fastest) if fastest in self.names else 0, source, moves)
-        return moves
+        return self._place(item, self.names.index(fastest) if fastest in self.names else 0, source)
 
     def use(self, session: str, now_s: float) -> list[Move]:
         """Bring the session whose job starts now into the fastest tier that can hold it. Return the
         moves that follow."""
         item = self.items[session]
+        source = self._resized(item, item.size)
         self._touch(item, now_s)
-        self.levels[item.level].push(item, self.rank(item))
-        return self._raise(item, 0)
+        return self._place(item, 0, source.name)
 
     def prefetch(self) -> Iterator[list[Move]]:
         """Bring the sessions of the next waiting jobs from disk into host memory, where nothing
@@ -326,7 +255,8 @@ class Placement:
         ):
             item = self.items.get(session)
             if item and item.level > level:
-                moves = self._raise(item, level)
+                # taken out first, so that what makes way may have its place
+                moves = self._place(item, level, self._resized(item, item.size).name)
                 if not moves:
                     return
                 yield moves
@@ -344,94 +274,76 @@ class Placement:
     def shrink(self, session: str, size: int) -> None:
         """Note that the session has only `size` bytes now; it stays in its tier."""
         item = self.items[session]
-        tier = self.levels[item.level]
-        tier.remove(item)
-        self._bytes += size - item.size
-        item.size = size
-        tier.add(item, self.rank(item))
+        self._resized(item, size).add(item)
 
     def drop(self, session: str) -> list[Move]:
         item = self.items[session]
-        tier = self.levels[item.level]
-        tier.remove(item)
-        return [self._out(item, tier.name)]
+        return [self._out(item, self._resized(item, item.size).name)]
 
-    def rank(self, item: PlacedSession) -> Rank:
+    def rank(self, item: PlacedSession) -> tuple[int, int]:
+        """Return the rank of a session in its tier: the smallest leaves first."""
         horizon = self._horizon()
-        self._farthest = max(self._farthest, horizon)
-        return self.policy.rank(item, self.queue.ticket(item.session), horizon)
+        ticket = self.queue.tickets.get(item.session, horizon)
+        return (1, -ticket) if ticket < horizon else (0, getattr(item, self.policy.order))
+
+    def lowest(self, tier: TierContents) -> PlacedSession:
+        """Return the session of the smallest rank in a tier, which is not empty."""
+        tickets, horizon = self.queue.tickets, self._horizon()
+        leaving = (name for _, name in tier.ticks if tickets.get(name, horizon) >= horizon)
+        session = next(leaving, None)
+        return tier.items[session or max(tier.items, key=tickets.__getitem__)]
 
     def _horizon(self) -> int:
+        """Return the ticket of the first waiting job at which the policy does not look ahead."""
         return self.queue.horizon(self.policy.window(self._waiting_capacity, self.mean_size))
-
-    def _note_fallen(self) -> None:
-        """Tell the tiers which sessions have a lower rank now. Where sessions grow, fewer fit into
-        the tiers, so the policy looks ahead at fewer waiting jobs, and sessions whose jobs are no
-        longer among them may leave sooner."""
-        horizon = self._horizon()
-        for session in self.queue.between(horizon, self._farthest):
-            if item := self.items.get(session):
-                self.levels[item.level].push(item, self.rank(item))
-        self._farthest = horizon
 
     def _touch(self, item: PlacedSession, now_s: float) -> None:
         self._ticks += 1
         item.used, item.used_s = self._ticks, now_s
         self.items.move_to_end(item.session)
 
-    def _raise(self, item: PlacedSession, level: int) -> list[Move]:
-        """Move the session into the first tier from `level` on that has room for it and is faster
-        than its own; return the moves. It stays where it is if there is none."""
-        moves: list[Move] = []
+    def _resized(self, item: PlacedSession, size: int) -> TierContents:
+        """Take the session out of its tier, which is returned, and note that it has `size` bytes now."""
         tier = self.levels[item.level]
-        tier.remove(item)  # so that what makes way may have its place
-        self._place(item, level, tier.name, moves)
-        return moves
+        tier.remove(item)
+        self._bytes += size - item.size
+        item.size = size
+        return tier
 
-    def _place(
-        self, item: PlacedSession, level: int, source: str | None, moves: list[Move]
-    ) -> None:
-        """Move the session into the first tier from `level` on (0 is the fastest) that takes it, or
-        else out of the store. Append what moves to `moves`."""
-        for slower in range(level, len(self.levels)):
-            if self._make_room(slower, item, moves):
-                self._settle(item, slower, source, moves)
-                return
-        moves.append(self._out(item, source))
+    def _place(self, item: PlacedSession, level: int, source: str | None) -> list[Move]:
+        """Move the session from its tier `source`, which it has left, into the first one from `level` on (0 is the
+        fastest) that takes it, or else out of the store. Return the moves that follow."""
+        for slower, tier in enumerate(self.levels[level:], level):
+            moves = self._make_room(slower, item)
+            if moves is not None:
+                item.level = slower
+                tier.add(item)
+                if tier.name != source:
+                    moves.append(Move(item.session, source, tier.name, item.size))
+                return moves
+        return [self._out(item, source)]
 
-    def _make_room(self, level: int, item: PlacedSession, moves: list[Move]) -> bool:
+    def _make_room(self, level: int, item: PlacedSession) -> list[Move] | None:
         """Move sessions of lower rank out of the tier `level` until the session `item` fits, and
-        append these moves to `moves`. Return False, and move nothing, where only higher ranks are
-        left."""
+        return these moves. Return None, and move nothing, where only higher ranks are left."""
         tier = self.levels[level]
         if item.size > tier.capacity:
-            return False
+            return None
         victims: list[PlacedSession] = []
         before = item.entered
         if level != item.level:
             item.entered = self._ticks = self._ticks + 1
-        self._note_fallen()
         while tier.free < item.size:
-            victim = tier.lowest(self.rank)
+            victim = self.lowest(tier)
             if self.rank(victim) > self.rank(item):
                 item.entered = before
                 for victim in victims:
-                    tier.add(victim, self.rank(victim))
-                return False
+                    tier.add(victim)
+                return None
             tier.remove(victim)
             victims.append(victim)
-        for victim in victims:
-            self._place(victim, level + 1, tier.name, moves)
-        return True
-
-    def _settle(
-        self, item: PlacedSession, level: int, source: str | None, moves: list[Move]
-    ) -> None:
-        item.level = level
-        tier = self.levels[level]
-        tier.add(item, self.rank(item))
-        if tier.name != source:
-            moves.append(Move(item.session, source, tier.name, item.size))
+        places = (self._place(victim, level + 1, tier.name) for victim in victims)
+        return [move for moves in places for move in moves]
 
     def _out(self, item: PlacedSession, source: str | None) -> Move:
         del self.items[item.session]
