@@ -22,7 +22,6 @@ from harness.reports.document import (
     as_markdown,
     as_rows,
     as_text,
-    further_text,
     overview_text,
     shows_colour,
 )
@@ -72,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = as_text(tables, compared)
     else:
         text = overview_text(tables, _more(options.folders), colour=shows_colour(sys.stdout))
-        text += f"\n\n{further_text(compared)}" if compared else ""
+        text += f"\n\n{as_text((), compared)}" if compared else ""
     show("\n".join([text, *map(visible, left_out)]))
     left_out += [f"left out: {message}" for message in unreadable]
     for path in _written(tables, compared, options, left_out):

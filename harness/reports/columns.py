@@ -38,6 +38,7 @@ PEAKS = {  # head -> key of summary.json's `memory`
     "host peak\nprefill": "prefill_host_peak_bytes",
     "host peak\ndecode": "decode_host_peak_bytes",
 }
+BY_LAYERS = ("budget.attended.p10", "budget.attended.p90")
 NOT_KEPT = "†"  # behind a budget that a run did not keep
 
 
@@ -61,9 +62,9 @@ def overview(table: Comparison) -> list[Column]:
     if table.of_perplexity:
         scores = _perplexities(table)
     else:
-        differences = starred(map(_difference, entries), score_marks(entries))
+        differences = starred(map(_difference, entries), entries)
         costs = [entry.cost.get("diff") for entry in entries]
-        nats = starred(map(signed, costs), cost_marks(entries))
+        nats = starred(map(signed, costs), entries, of_cost=True)
         scores = [
             _score("95 % CI", rows),
             Column("vs Full", "95 % CI", differences, values=each(rows, "full.diff")),
@@ -76,7 +77,7 @@ def overview(table: Comparison) -> list[Column]:
         number("read\nin all", "tokens", _read_in_all(rows)),
         quantity("TT2T", each(rows, "tt2t_s.p50"), SECONDS),
         quantity("TPOT", each(rows, "tpot_s.p50"), SECONDS),
-        *_held_bytes([row["memory"] for row in rows]),
+        *_held_bytes(rows),
         quantity(
             "moved", each(rows, "memory.moved_bytes_per_step"), BYTES, "/step", hide_zeros=True
         ),
@@ -91,17 +92,12 @@ def each(rows: Sequence[Mapping[str, Any]], path: str) -> list[Any]:
     return values
 
 
-def starred(cells: Iterable[str], marks: Iterable[bool]) -> list[str]:
-    """Return the cells with a star behind those that are marked."""
-    return [cell + "*" * mark for cell, mark in zip(cells, marks, strict=True)]
-
-
-def score_marks(entries: Sequence[ReportRow]) -> list[bool]:
-    return [entry.score_differs for entry in entries]
-
-
-def cost_marks(entries: Sequence[ReportRow]) -> list[bool]:
-    return [entry.cost_differs for entry in entries]
+def starred(cells: Iterable[str], entries: Sequence[ReportRow], of_cost: bool = False) -> list[str]:
+    """Return the cells with a star behind those of rows whose score, or likelihood (`of_cost`), differs from Full's."""
+    return [
+        cell + "*" * (entry.cost_differs if of_cost else entry.score_differs)
+        for cell, entry in zip(cells, entries, strict=True)
+    ]
 
 
 def _read_in_all(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
@@ -115,6 +111,7 @@ def measurements(table: Comparison) -> list[Column]:
     """Return the columns of the table of all measurements: scores, tokens read, speed, bytes."""
     entries = table.entries
     rows = [entry.summary for entry in entries]
+    times = {key: each(rows, f"tpot_s.{key}") for key in ("p50", "p90")}
     if table.of_perplexity:
         scores = _perplexities(table)
     else:
@@ -123,7 +120,7 @@ def measurements(table: Comparison) -> list[Column]:
         scores = [
             _score("95% CI", rows),
             Column("vs full", "95% CI", differences, values=each(rows, "full.diff")),
-            Column("p", "", starred(map(probability, ps), score_marks(entries)), values=ps),
+            Column("p", "", starred(map(probability, ps), entries), values=ps),
             cost_difference(table),
         ]
     return [
@@ -134,7 +131,7 @@ def measurements(table: Comparison) -> list[Column]:
         counts("cut", [count or None for count in each(rows, "num_cut")]),
         Column("stamps", "", [stamps(entry, table) for entry in entries], left=True),
         share("attended", each(rows, "budget.attended.share")),
-        _over_layers(rows),
+        _pair("by layers\np10-p90", "-", [share("", each(rows, path)) for path in BY_LAYERS]),
         number("read\nin all", "tokens", _read_in_all(rows)),
         share("read per\nKV head\n(union)", each(rows, "budget.union.share")),
         share("recall", each(rows, "fidelity.recall")),
@@ -143,9 +140,9 @@ def measurements(table: Comparison) -> list[Column]:
         quantity("TTFT", each(rows, "ttft_s.p50"), SECONDS),
         quantity("TTFT\nlater", each(rows, "ttft_later_s.p50"), SECONDS),
         quantity("TT2T", each(rows, "tt2t_s.p50"), SECONDS),
-        _time_per_token(rows),
+        _pair("TPOT p50/90", "/", quantities(times, SECONDS)),
         number("decode", "tok/s", each(rows, "throughput_tok_s")),
-        *_held_bytes([row["memory"] for row in rows]),
+        *_held_bytes(rows),
         *(
             _measured(fact, [row["memory"].get(key, row.get(key)) for row in rows])
             for key, fact in FACTS.items()
@@ -155,21 +152,11 @@ def measurements(table: Comparison) -> list[Column]:
     ]
 
 
-def _over_layers(rows: Sequence[Mapping[str, Any]]) -> Column:
-    low = share("", each(rows, "budget.attended.p10"))
-    high = share("", each(rows, "budget.attended.p90"))
-    return replace(low, head="by layers\np10-p90", cells=_joined(low, "-", high))
-
-
-def _time_per_token(rows: Sequence[Mapping[str, Any]]) -> Column:
-    both = {key: each(rows, f"tpot_s.{key}") for key in ("p50", "p90")}
-    p50, p90 = quantities(both, SECONDS)
-    return replace(p50, head="TPOT p50/90", cells=_joined(p50, "/", p90))
-
-
-def _joined(one: Column, sign: str, other: Column) -> list[str]:
-    """Return the cells of two columns in one; empty where the first is."""
-    return [a and f"{a}{sign}{b}" for a, b in zip(one.cells, other.cells, strict=True)]
+def _pair(head: str, sign: str, both: Sequence[Column]) -> Column:
+    """Return two columns in one, whose cells are empty where the first's are."""
+    one, other = both
+    cells = [a and f"{a}{sign}{b}" for a, b in zip(one.cells, other.cells, strict=True)]
+    return replace(one, head=head, cells=cells)
 
 
 def likelihoods(table: Comparison) -> list[Column]:
@@ -239,13 +226,13 @@ def cost_difference(table: Comparison) -> Column:
     """Return a column with the difference in the negative log-likelihood (cost) of right answers
     between each row and Full."""
     costs = [entry.cost for entry in table.entries]
-    cells = starred(map(nats_with_ci, costs), cost_marks(table.entries))
+    cells = starred(map(nats_with_ci, costs), table.entries, of_cost=True)
     return Column("NLL vs full", "nats, 95% CI", cells, values=[cost.get("diff") for cost in costs])
 
 
 def _cost_p(table: Comparison) -> Column:
     values = [entry.cost.get("p") for entry in table.entries]
-    cells = starred(map(probability, values), cost_marks(table.entries))
+    cells = starred(map(probability, values), table.entries, of_cost=True)
     return Column("p", "", cells, values=values)
 
 
@@ -264,12 +251,10 @@ def signed(nats: float | None) -> str:
     return ("-" if nats < 0 else "+") + (digits(size) if size >= 0.001 else f"{size:.0e}")
 
 
-def _held_bytes(memory: Sequence[Mapping[str, Any]]) -> list[Column]:
+def _held_bytes(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
     """Return a column for each tier with the bytes held there, all in one unit. A tier that holds
     nothing in any row has no column, except the device."""
-    sizes = {
-        tier.head: [row.get(bytes_key(name)) for row in memory] for name, tier in TIERS.items()
-    }
+    sizes = {tier.head: each(rows, f"memory.{bytes_key(name)}") for name, tier in TIERS.items()}
     shown = (TIERS[DEVICE].head, *(head for head, some in sizes.items() if any(some)))
     return [column for column in quantities(sizes, BYTES) if column.head in shown]
 

@@ -12,7 +12,7 @@ from typing import Any
 from evals import stats
 from evals.stats import ALPHA
 from harness.reports.labels import budget, labels, titles
-from harness.results.alarms import SHARED, Alarm, AlarmRow
+from harness.results.alarms import Alarm, AlarmRow
 from harness.results.alarms import alarms as table_alarms
 from harness.results.compared import FULL
 from harness.results.run_folder import StoredRun
@@ -91,13 +91,6 @@ class Comparison:
                 )
                 for row in self.entries
             ]
-        )
-
-    @cached_property
-    def on_shared_machines(self) -> frozenset[str]:
-        """The titles of rows whose times suffered, because others used the machine."""
-        return frozenset(
-            title for alarm in self.alarms if alarm.kind == SHARED for title in alarm.rows
         )
 
 

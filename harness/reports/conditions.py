@@ -28,7 +28,12 @@ def conditions(table: Comparison) -> Iterator[str]:
     records = [record for entry in entries for record in entry.run.records]
     yield "prompts: " + "; ".join(_prompts(records))
     checks = [entry.run.info.get("model_check") for entry in entries]
-    yield from dict.fromkeys(_checked(check) for check in checks if check)
+    yield from dict.fromkeys(
+        f"model: checked against generate on {check['tokens']} tokens and {check['new_tokens']} new ones; its logits "
+        f"differ by {check['difference']:.1e} of their spread"
+        for check in checks
+        if check
+    )
     models = [entry.run.config.get("model") for entry in entries]
     ropes = [model["rope"] for model in models if isinstance(model, Mapping) and model.get("rope")]
     yield from dict.fromkeys(
@@ -38,15 +43,6 @@ def conditions(table: Comparison) -> Iterator[str]:
         yield "; ".join(_per_row(subject, entries) for subject in subjects)
     if common := _common_settings([entry.run for entry in entries]):
         yield f"settings: {common}"
-
-
-def _checked(check: Mapping[str, Any]) -> str:
-    """Return how a model that is in no list was compared with `generate`, as text.
-    `check`: what run.json says of it."""
-    return (
-        f"model: checked against generate on {check['tokens']} tokens and {check['new_tokens']} new ones; its logits "
-        f"differ by {check['difference']:.1e} of their spread"
-    )
 
 
 def origin(run: StoredRun) -> dict[str, Any]:
@@ -71,12 +67,9 @@ def _prompts(records: Sequence[Record]) -> Iterator[str]:
         lengths[record.data.get("length")][record.prompt_sha256] = record.prompt_tokens
     for asked, tokens in sorted(lengths.items(), key=lambda pair: pair[0] or 0):
         low, high = min(tokens.values()), max(tokens.values())
-        span = (
-            f"{low} tokens"
-            if low == high
-            else f"{low} to {high} tokens, median {median(tokens.values()):.0f}"
-        )
-        yield span if asked is None else f"length={asked}: {span}"
+        middle = f" to {high} tokens, median {median(tokens.values()):.0f}"
+        start = "" if asked is None else f"length={asked}: "
+        yield f"{start}{low}{' tokens' if low == high else middle}"
     if not lengths:
         yield "none was run"
 
@@ -120,9 +113,13 @@ def _common_settings(runs: Sequence[StoredRun]) -> str:
         flatten({key: value for key, value in run.config.items() if key in defaults})
         for run in runs
     ]
-    known = {key: value for key, value in first.items() if key in usual and value != usual[key]}
-    named = [key for key in known if key.partition(".")[0] not in (*NOT_NAMED, *SHOWN_APART)]
-    shared = [key for key in named if all(own.get(key) == first[key] for own in others)]
+    shared = [
+        key
+        for key, value in first.items()
+        if key.partition(".")[0] not in (*NOT_NAMED, *SHOWN_APART)
+        and value != usual.get(key, value)
+        and all(own.get(key) == value for own in others)
+    ]
     return ", ".join(spelled_out(first, shared))
 
 

@@ -65,9 +65,11 @@ def report_tables(table: Comparison) -> list[ReportTable]:
         ReportTable("Likelihood of the right answer", columns.likelihoods(table), [LIKELIHOOD]),
         ReportTable("Preparation, seal and peak memory", columns.costs(table), [COSTS]),
         ReportTable("Where the time of a decode step goes", columns.step_parts(table)),
-        ReportTable("Score by turn", groups.turn_scores(table)),
-        ReportTable("Score by turns between telling and asking", groups.ago_scores(table)),
-        ReportTable("Time to the first token by turn", groups.turn_times(table)),
+        ReportTable("Score by turn", groups.by_turn(table, "turns", "score")),
+        ReportTable(
+            "Score by turns between telling and asking", groups.by_turn(table, "turns_ago", "score")
+        ),
+        ReportTable("Time to the first token by turn", groups.by_turn(table, "turns", "ttft_s")),
         ReportTable("What a turn found of its history", groups.turn_reuse(table)),
         ReportTable(
             "Score by group", groups.group_table(table), [] if table.of_perplexity else [GROUPS]
@@ -104,11 +106,6 @@ def as_text(tables: Sequence[Comparison], compared: Sequence[Comparison] = ()) -
         )
         parts += map(_block, report_tables(table))
     return "\n\n".join([*parts, *(_block(_against(table)) for table in compared)])
-
-
-def further_text(compared: Sequence[Comparison]) -> str:
-    """Return the tables of `--against` as text for a terminal."""
-    return "\n\n".join(_block(_against(table)) for table in compared)
 
 
 def _against(table: Comparison) -> ReportTable:

@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import exp
 from typing import Any
@@ -12,9 +12,9 @@ from typing import Any
 from evals import stats
 from evals.base import AVERAGES
 from evals.stats import ALPHA
+from harness.config.settings import Settings
 from harness.reports.columns import names
 from harness.reports.compare import PERPLEXITY, Comparison, ReportRow
-from harness.reports.notes import is_stored, keeps_history
 from harness.results.compared import paired
 from harness.results.fact import Unit
 from harness.results.facts import by_unit
@@ -52,10 +52,13 @@ def group_table(table: Comparison) -> list[Column]:
         return columns
     starred = [differing_groups(entry) for entry in table.entries]
     for group, size in sizes.items():
-        marked = [group in apart for apart in starred]
-        of_group = [run.get(group) for run in scores]
-        cells = [_cell(score, size, mark) for score, mark in zip(of_group, marked, strict=True)]
-        means = [score and score["mean"] for score in of_group]
+        cells, means = [], []
+        for run, apart in zip(scores, starred, strict=True):
+            score = run.get(group) or {"mean": None, "n": size}
+            # with the number of examples so far, where the group is unfinished
+            so_far = f" ({score['n']})" if score["n"] < size else ""
+            cells.append(percent(score["mean"]) + "*" * (group in apart) + so_far)
+            means.append(score["mean"])
         columns.append(Column(group, f"n = {size}", cells, values=means))
     return columns
 
@@ -73,24 +76,13 @@ def differing_groups(entry: ReportRow) -> set[str]:
     return {group for group, p in zip(groups, adjusted, strict=True) if p < ALPHA}
 
 
-def _cell(score: Mapping[str, Any] | None, size: int, starred: bool) -> str:
-    """Return a group's score as text; for an unfinished group, with the number of examples so
-    far."""
-    if score is None:
-        return ""
-    return (
-        percent(score["mean"]) + "*" * starred + (f" ({score['n']})" if score["n"] < size else "")
-    )
-
-
 def average_table(table: Comparison) -> list[Column]:
     """Return columns with the averages that the task itself defines over its groups; empty if it
     defines none but the mean. Values above 1 are no scores and are not shown in percent."""
     runs = [entry.summary["score"]["averages"] for entry in table.entries]
-    shown = [name for name in dict.fromkeys(name for run in runs for name in run) if name != "mean"]
-    shown = [name for name in shown if not (table.of_perplexity and name == PERPLEXITY)]
+    known = {"mean", PERPLEXITY} if table.of_perplexity else {"mean"}  # of other tables
     columns = []
-    for average in shown:
+    for average in dict.fromkeys(name for run in runs for name in run if name not in known):
         values = [run.get(average) for run in runs]
         write = digits if any(value and value > 1 for value in values) else percent
         cells = ["" if value is None else write(value) for value in values]
@@ -105,27 +97,13 @@ def average_meanings(table: Comparison) -> str:
     return "; ".join(f"{name}: {meaning}" for name, meaning in AVERAGES.items() if name in shown)
 
 
-def turn_scores(table: Comparison) -> list[Column]:
-    """Return columns with the score of each turn; empty if no example has several, or if texts were
-    fed."""
-    return [] if table.of_perplexity else _by_turn(table, "turns", "score")
-
-
-def ago_scores(table: Comparison) -> list[Column]:
-    """Return columns with the score by how many turns before the question the fact was told; empty
-    if the task does not say."""
-    return _by_turn(table, "turns_ago", "score")
-
-
-def turn_times(table: Comparison) -> list[Column]:
-    """Return columns with the median time to the first token of each turn, from the turn's own
-    start; empty if no example has several turns."""
-    return _by_turn(table, "turns", "ttft_s")
-
-
-def _by_turn(table: Comparison, section: str, key: str) -> list[Column]:
-    """Return a column per turn with one number of the summaries: entry `key` of their section
-    `section`, "turns" or "turns_ago"."""
+def by_turn(table: Comparison, section: str, key: str) -> list[Column]:
+    """Return a column per turn with one number of the summaries: entry `key` of their section `section`; none if no run
+    has it. In "turns" a number belongs to a turn, in "turns_ago" to so many turns between telling and asking. The
+    "score" of a turn is none where texts were fed; "ttft_s" is the median time to the first token from the turn's own
+    start."""
+    if (section, key) == ("turns", "score") and table.of_perplexity:
+        return []
     runs = [entry.summary.get(section) or {} for entry in table.entries]
     longest: dict[str, Any] = max(runs, key=len, default={})
     values = {turn: [run.get(turn, {}).get(key) for run in runs] for turn in longest}
@@ -142,20 +120,23 @@ def _by_turn(table: Comparison, section: str, key: str) -> list[Column]:
                 unit="",
                 cells=[with_ci(score.get(key), score.get("ci95")) for score in scores],
             )
-        size = ", ".join(filter(None, (column.unit, f"n = {known['n']}", _tokens(known))))
+        so_far = f"{known['tokens']:.0f} tokens so far" if "tokens" in known else ""
+        size = ", ".join(filter(None, (column.unit, f"n = {known['n']}", so_far)))
         columns.append(replace(column, unit=size))
     return columns
-
-
-def _tokens(turn: Mapping[str, Any]) -> str:
-    return f"{turn['tokens']:.0f} tokens so far" if "tokens" in turn else ""
 
 
 def turn_reuse(table: Comparison) -> list[Column]:
     """Return a table with a row for each run and turn: where the turn found the cache of its
     history, how many tokens it computed, and the seconds of loading and saving. Empty if all caches
     stayed on the device."""
-    rows = list(_reuse_rows(table.entries))
+    usual = Settings().history  # on the device
+    rows = [
+        (entry, place, turn)
+        for entry in table.entries
+        if entry.run.config.get("history", usual) != usual
+        for place, turn in (entry.summary["turns"] or {}).items()
+    ]
     if not rows:
         return []
     entries = [entry for entry, *_ in rows]
@@ -180,19 +161,13 @@ def _of_turns(key: str, head: str, unit: str, rows: Sequence[ReuseRow]) -> Colum
         return Column(head, "", found, left=True)
     if unit == "seconds":
         stored = [
-            value if is_stored(entry) else None
+            value if entry.run.config.get("history") == "store" else None
             for value, (entry, *_) in zip(values, rows, strict=True)
         ]
         return quantity(head, stored, SECONDS, hide_zeros=True)
     if unit == "tokens":
         return number(head, unit, values)
     return Column(head, "", [str(value or "") for value in values])
-
-
-def _reuse_rows(entries: Sequence[ReportRow]) -> Iterator[ReuseRow]:
-    for entry in filter(keeps_history, entries):
-        for place, turn in (entry.summary["turns"] or {}).items():
-            yield entry, place, turn
 
 
 def _found(turn: Mapping[str, Any]) -> str:

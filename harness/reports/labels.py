@@ -158,9 +158,7 @@ def _unusual(runs: Sequence[StoredRun], settings: Sequence[Flat]) -> Iterator[li
 
     What stands above every table anyway (harness/reports/conditions.py) is left out.
     """
-    devices = [str(run.config.get("device")) for run in runs]
-    defaults = {device: _defaults(device) for device in set(devices)}
-    usual, own = [defaults[device] for device in devices], []
+    usual, own = [_defaults(str(run.config.get("device"))) for run in runs], []
     for mine, known in zip(settings, usual, strict=True):
         own.append(
             {
@@ -180,8 +178,7 @@ def _unusual(runs: Sequence[StoredRun], settings: Sequence[Flat]) -> Iterator[li
 def _defaults(device: str) -> Flat:
     """Return the settings of a run on `device` that may be named with a row, at their defaults."""
     known = flatten(recorded_defaults(device))
-    if device.startswith("cuda"):
-        known["overlap"] = "off"
+    known |= {"overlap": "off"} if device.startswith("cuda") else {}
     return {key: value for key, value in known.items() if key not in SAID_BY_TABLE}
 
 
@@ -193,22 +190,19 @@ def _differing(settings: Sequence[Flat]) -> list[str]:
 
 
 def spelled_out(mine: Flat, keys: Sequence[str]) -> list[str]:
-    """Return `key=value` of each of these keys whose value is not None."""
-    return [_assigned(key, mine) for key in keys if mine.get(key) is not None]
-
-
-def _assigned(key: str, settings: Flat) -> str:
-    """Return a setting as `word=value`, where `word` is the last part of its key if no other key
-    that is set ends in it."""
-    value, last = settings[key], key.rpartition(".")[2]
-    if last == TARGET:
-        return str(value).rpartition(".")[2]
-    rivals = [
-        other
-        for other, known in settings.items()
-        if other.rpartition(".")[2] == last and known is not None
-    ]
-    return f"{last if len(rivals) == 1 and not key.startswith(WHOLE) else key}={spelled(value)}"
+    """Return each of these settings whose value is not None as `word=value`, where `word` is the last part of its key
+    if no other key that is set ends in it."""
+    lasts = Counter(key.rpartition(".")[2] for key, value in mine.items() if value is not None)
+    words = []
+    for key in keys:
+        if (value := mine.get(key)) is None:
+            continue
+        last = key.rpartition(".")[2]
+        word = last if lasts[last] == 1 and not key.startswith(WHOLE) else key
+        words.append(
+            str(value).rpartition(".")[2] if last == TARGET else f"{word}={spelled(value)}"
+        )
+    return words
 
 
 def spelled(value: Any) -> str:

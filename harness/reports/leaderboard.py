@@ -26,7 +26,7 @@ from harness.reports.compare import PERPLEXITY, Comparison, ReportRow
 from harness.reports.document import ReportTable
 from harness.reports.labels import budget
 from harness.reports.notes import stamp_meanings
-from harness.reports.page import filled, listed, table_html
+from harness.reports.page import document, linked, listed, table_html
 from harness.results import files
 from harness.results.measures import MEASURES
 from harness.results.records import StoreError
@@ -49,7 +49,6 @@ KINDS = {
 OF_PROMPTS = (  # columns that are equal for rows with the same prompts
     "model", "protocol", "seed", "num_examples", "prompt_tokens.min", "prompt_tokens.median", "prompt_tokens.max",
 )  # fmt: skip
-FILTERS = ("table", "task", "model", "method", "budget", "setting", "kind")
 TITLE = "KV-cache methods: all published tables"
 INTRODUCTION = (
     "Rows compare within a table alone, where all have the same prompts; numbers of different tables do not compare.",
@@ -113,14 +112,10 @@ def leaderboard(folders: Sequence[Path]) -> str:
         raise StoreError(
             f"{', '.join(map(str, folders))}: no CSV file of harness.report --csv there."
         )
-    links = "".join(
-        f'<li><a href="#table-{i}">{escape(table.title)}</a></li>' for i, table in enumerate(tables)
-    )
-    body = [f"<h1>{TITLE}</h1>", listed(INTRODUCTION, "soft"), _filters(tables)]
-    body += [f"<details><summary>All {len(tables)} tables</summary><ol>{links}</ol></details>"]
-    for i, table in enumerate(tables):
-        body += [f'<section id="table-{i}">', *_section(table), "</section>"]
-    return filled(TITLE, "\n".join(body), "--leaderboard")
+    contents = linked(table.title for table in tables)
+    contents = f"<details><summary>All {len(tables)} tables</summary>{contents}</details>"
+    before = [listed(INTRODUCTION, "soft"), _filters(tables), contents]
+    return document(TITLE, before, map(_section, tables), "--leaderboard")
 
 
 def published_tables(folders: Sequence[Path]) -> list[PublishedTable]:
@@ -140,12 +135,11 @@ def published_tables(folders: Sequence[Path]) -> list[PublishedTable]:
             found = {word: row for word, row in apart.items() if row is not None}
             alike[_prompts(own)].append(PublishedRow(own, found))
         tables += [PublishedTable(name, rows) for rows in alike.values()]
-    return sorted(tables, key=_place)
 
+    def order(table: PublishedTable) -> tuple[int, str, str]:
+        return -len({_method(row.own) for row in table.rows}), table.name, table.title
 
-def _place(table: PublishedTable) -> tuple[int, str, str]:
-    methods = {_method(row.own) for row in table.rows}
-    return -len(methods), table.name, table.title
+    return sorted(tables, key=order)
 
 
 def _key(row: Row) -> tuple[str, ...]:
@@ -219,7 +213,7 @@ def _catalogue() -> Mapping[str, Entry]:
 
 
 def _facts(table: PublishedTable, row: PublishedRow) -> dict[str, list[str]]:
-    """Return the values of a row for each of `FILTERS`."""
+    """Return the values of a row by which the page can be filtered."""
     own = row.own
     return {
         "table": [table.name],
@@ -268,10 +262,10 @@ def command_of(row: Row) -> str | None:
 
 
 def _filters(tables: Sequence[PublishedTable]) -> str:
-    """Return the form with a choice for each of `FILTERS`, which the page shows where scripts run."""
+    """Return the form with a choice for each of `_facts`, which the page shows where scripts run."""
     facts = [_facts(table, row) for table in tables for row in table.rows]
     choices = ""
-    for name in FILTERS:
+    for name in facts[0]:
         values = sorted({value for known in facts for value in known[name]})
         options = "".join(f"<option>{escape(value)}</option>" for value in values)
         choices += f'<label>{name}<select name="{name}"><option value="">all</option>{options}</select></label>'
@@ -297,7 +291,7 @@ def _section(table: PublishedTable) -> Iterator[str]:
         yield f"<details><summary>Conditions of other columns, and stamps</summary>{listed(more, 'soft')}</details>"
     facts = [_facts(table, row) for row in table.rows]
     attributes = [
-        "".join(f' data-{name}="{escape("|".join(known[name]))}"' for name in FILTERS)
+        "".join(f' data-{name}="{escape("|".join(values))}"' for name, values in known.items())
         for known in facts
     ]
     shown = ReportTable(f"{table.name}: scores, bytes and times", list(_columns(table, facts)))

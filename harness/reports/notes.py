@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from harness.config.settings import Settings
 from harness.reports.compare import Comparison, ReportRow
 from harness.reports.conditions import code_versions
 from harness.reports.labels import COUNTS_ANSWER
+from harness.results.alarms import SHARED
 from harness.results.facts import FACTS
 from harness.results.summary import MIN_WINDOWS
 from harness.terminal.tables import percent
@@ -42,7 +42,7 @@ def stamps(entry: ReportRow, table: Comparison) -> str:
     holds = {
         "S": row["simulated"],
         "T": row["traced"],
-        "L": entry.title in table.on_shared_machines,
+        "L": any(alarm.kind == SHARED and entry.title in alarm.rows for alarm in table.alarms),
         **{
             tier.stamp[0]: row["host_is_cpu"] and row["memory"].get(bytes_key(name))
             for name, tier in TIERS.items()
@@ -153,14 +153,3 @@ def _of_questions(entries: Sequence[ReportRow]) -> Iterator[str]:
         yield f"questions on one text are not independent: intervals and p count those on each of {count} texts as one"
     if any(entry.summary["ttft_later_s"]["p50"] is not None for entry in entries):
         yield "TTFT: with the prefill; TTFT later: of further turns, or questions on one context, from their own start"
-
-
-def keeps_history(entry: ReportRow) -> bool:
-    """Return True if caches were kept elsewhere than on the device between turns (any history= but
-    device_prefix)."""
-    usual = Settings().history
-    return bool(entry.run.config.get("history", usual) != usual)
-
-
-def is_stored(entry: ReportRow) -> bool:
-    return bool(entry.run.config.get("history") == "store")

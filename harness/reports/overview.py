@@ -85,9 +85,8 @@ def _too_long(table: Comparison) -> Iterator[str]:
         if way not in (None, "refuse") and (cut or skipped):
             where = "at the beginning" if way == "left" else "in the middle"
             count = f"of {_asked(entry)} prompts"
-            parts = [f"{cut} {count} cut {where}"] * bool(cut) + [
-                f"{skipped} {count} left out"
-            ] * bool(skipped)
+            parts = [f"{cut} {count} cut {where}"] * bool(cut)
+            parts += [f"{skipped} {count} left out"] * bool(skipped)
             yield f"Longer than the model's window: {' and '.join(parts)} (too_long={way})."
             return
 
@@ -145,7 +144,11 @@ def _cautions(table: Comparison) -> Iterator[str]:
             f"{', '.join(titles) if len(titles) < len(table.entries) else 'all rows'}: {caution}"
         )
     doubts += [alarm.text for alarm in table.alarms if not alarm.red]
-    doubts += [text for entry in table.entries for text in _capped(entry)]
+    for entry in table.entries:
+        if capped := entry.summary["budget"].get("capped_share"):
+            doubts.append(
+                f"{entry.title}: the budget cut {percent(capped)} % of the samples short, so their error has no bound"
+            )
     yield from (f"Caution: {text}." for text in doubts)
 
 
@@ -189,12 +192,6 @@ def _of_row(entry: ReportRow) -> Iterator[str]:
                 f"{entry.title}: {text}"
                 for text in fact.caution(entry.run.records, entry.run.config)
             )
-
-
-def _capped(entry: ReportRow) -> Iterator[str]:
-    """Yield a note if a row's budget cut samples short."""
-    if capped := entry.summary["budget"].get("capped_share"):
-        yield f"{entry.title}: the budget cut {percent(capped)} % of the samples short, so their error has no bound"
 
 
 def _listed(start: str, items: Sequence[str], end: str) -> str:

@@ -4,8 +4,9 @@ document.py."""
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from itertools import zip_longest
 from pathlib import Path
 from string import Template
 
@@ -43,24 +44,28 @@ def page(tables: Sequence[Comparison], left_out: Sequence[str]) -> str:
     tasks = (
         ", ".join(dict.fromkeys(table.title.partition(",")[0] for table in tables)) or "no results"
     )
+    contents = linked(table.title for table in tables) if len(tables) > 1 else ""
+    before = [contents, listed(left_out, "soft")]
     title = escape(f"KV-cache methods: {tasks}")
-    links = "".join(
-        f'<li><a href="#table-{i}">{escape(table.title)}</a></li>' for i, table in enumerate(tables)
-    )
-    body = [
-        f"<h1>{title}</h1>",
-        f"<ol>{links}</ol>" if len(tables) > 1 else "",
-        listed(left_out, "soft"),
-    ]
-    for i, table in enumerate(tables):
-        body += [f'<section id="table-{i}">', *_section(table), "</section>"]
-    return filled(title, "\n".join(body), "--html")
+    return document(title, before, map(_section, tables), "--html")
 
 
-def filled(title: str, body: str, option: str) -> str:
-    """Return the document around a body. `title` and `body` are HTML; `option` is that of the report."""
-    template = (Path(__file__).with_suffix(".html")).read_text(encoding="utf-8")
-    return Template(template).substitute(title=title, body=body, option=option, made=now())
+def linked(titles: Iterable[str]) -> str:
+    """Return a list of links to the sections that have these titles."""
+    links = (f'<li><a href="#table-{i}">{escape(title)}</a></li>' for i, title in enumerate(titles))
+    return f"<ol>{''.join(links)}</ol>"
+
+
+def document(
+    title: str, before: Sequence[str], sections: Iterable[Iterable[str]], option: str
+) -> str:
+    """Return a whole document. `title`, `before` and the lines of each section are HTML; `option` is that of the
+    report."""
+    body = [f"<h1>{title}</h1>", *before]
+    for i, section in enumerate(sections):
+        body += [f'<section id="table-{i}">', *section, "</section>"]
+    template = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
+    return template.substitute(title=title, body="\n".join(body), option=option, made=now())
 
 
 def _section(table: Comparison) -> Iterator[str]:
@@ -97,16 +102,11 @@ def table_html(
     `commands`: the HTML of each row's last cell."""
     shown = [column for column in table.columns if not column.empty]
     heads = "".join(map(_head, shown)) + "<th class=left scope=col>command</th>" * bool(commands)
-    rows = list(
-        zip(
-            *(_cells(column, row_head=not place) for place, column in enumerate(shown)), strict=True
-        )
-    )
+    columns = [_cells(column, row_head=not place) for place, column in enumerate(shown)]
+    rows = zip_longest(zip(*columns, strict=True), attributes, commands, fillvalue="")
     body = "\n".join(
         f"<tr{kept}>{''.join(cells)}{f'<td class=left>{last}</td>' * bool(last)}</tr>"
-        for cells, kept, last in zip(
-            rows, attributes or [""] * len(rows), commands or [""] * len(rows), strict=True
-        )
+        for cells, kept, last in rows
     )
     name = escape(table.caption)
     return (
@@ -124,8 +124,7 @@ def _cells(column: Column, row_head: bool) -> Iterator[str]:
     """Yield the HTML cells of a column, with the number that its head sorts them by: none for an unknown one.
     `row_head`: True if they name their rows; they may break behind an underscore."""
     tag = "th scope=row" if row_head else "td"
-    for place, cell in enumerate(column.cells):
-        value = column.values[place] if column.values else None
+    for cell, value in zip_longest(column.cells, column.values):
         sorted_by = f' data-value="{"" if value is None else value}"' if column.values else ""
         text = escape(cell).replace("_", "_<wbr>") if row_head else escape(cell)
         yield f"<{tag}{_left(column)}{sorted_by}>{text}</{tag[:2]}>"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from harness.config.catalogue import GROUPS, entries, flatten
+from harness.config.catalogue import GROUPS, entries, flatten, plain
 from harness.config.plugins import TARGET
 from harness.config.settings import WITHOUT_EFFECT, recorded_defaults
 from harness.results.run_folder import StoredRun
@@ -85,7 +85,7 @@ def spelled(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"{{{','.join(f'{key}:{spelled(item)}' for key, item in value.items())}}}"
     if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+        return plain(value)
     if not isinstance(value, str) or (BARE.fullmatch(value) and not _is_other(value)):
         return str(value)
     # or OmegaConf puts in another value, as of ${oc.env:HOME}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from statistics import fmean, median
 from typing import NamedTuple
@@ -22,7 +23,8 @@ Lines = dict[str, dict[float, float]]
 
 
 class Panel(NamedTuple):
-    """One cost that is drawn along an answer. `cost`: of one stretch of a reply; None where it is unknown."""
+    """One cost that is drawn along an answer. `cost`: of one stretch of a reply, in the named unit; None where it is
+    unknown."""
 
     name: str
     cost: Callable[[Reply, Stretch], float | None]
@@ -30,52 +32,34 @@ class Panel(NamedTuple):
     of_time: bool = False
 
 
-def _seconds_per_token(reply: Reply, stretch: Stretch) -> float | None:
-    """Return the seconds per token of a stretch. A step gives one token once the question, whose tokens are fed after
-    the seal under protocol=context, is over; the first step's time holds the seal and is left out."""
+def _ms_per_token(reply: Reply, stretch: Stretch) -> float | None:
+    """Return the milliseconds per token of a stretch. A step gives one token once the question, whose tokens are fed
+    after the seal under protocol=context, is over; the first step's time holds the seal and is left out."""
     _, before, end = stretch
     asked = 0 if reply.context_tokens is None else reply.prompt_tokens - reply.context_tokens
     first, last = max(before - asked, 1), end - asked
-    return (
-        (reply.token_s[last] - reply.token_s[first]) / (last - first)
-        if first < last < len(reply.token_s)
-        else None
-    )
+    if not first < last < len(reply.token_s):
+        return None
+    return 1000 * ((reply.token_s[last] - reply.token_s[first]) / (last - first))
 
 
-def _share(reply: Reply, stretch: Stretch) -> float | None:
+def _percent_read(reply: Reply, stretch: Stretch) -> float:
     number, before, end = stretch
-    return _of(reply, "attended", number) / (reply.sealed_at + (before + 1 + end) / 2)
+    read: float = reply["along"]["attended"][number]
+    return 100 * (read / (reply.sealed_at + (before + 1 + end) / 2))
 
 
-def _of(reply: Reply, key: str, number: int) -> float:
-    costs: list[float] = reply["along"][key]
-    return costs[number]
+def _mib(reply: Reply, stretch: Stretch, key: str) -> float:
+    size: float = reply["along"][key][stretch[0]]
+    return size / 2**20
 
 
 PANELS = (
-    Panel(
-        "time per token (ms), median",
-        lambda reply, s: _scaled(1000, _seconds_per_token(reply, s)),
-        median,
-        True,
-    ),
-    Panel(
-        "tokens read per step, of all so far (%)", lambda reply, s: _scaled(100, _share(reply, s))
-    ),
-    Panel(
-        "keys, values and indices in use (MiB)",
-        lambda reply, s: _of(reply, "used_bytes", s[0]) / 2**20,
-    ),
-    Panel(
-        "bytes moved between tiers per step (MiB)",
-        lambda reply, s: _of(reply, "moved_bytes", s[0]) / 2**20,
-    ),
+    Panel("time per token (ms), median", _ms_per_token, median, True),
+    Panel("tokens read per step, of all so far (%)", _percent_read),
+    Panel("keys, values and indices in use (MiB)", partial(_mib, key="used_bytes")),
+    Panel("bytes moved between tiers per step (MiB)", partial(_mib, key="moved_bytes")),
 )
-
-
-def _scaled(factor: float, value: float | None) -> float | None:
-    return None if value is None else factor * value
 
 
 def has_along(table: Comparison) -> bool:
@@ -85,9 +69,7 @@ def has_along(table: Comparison) -> bool:
 
 def along(table: Comparison) -> Figure:
     """Draw a panel for each cost, with a line per row over the stretches of its answers."""
-    drawn = [
-        (panel, lines) for panel in PANELS if _says_something(lines := _lines(panel, table.entries))
-    ]
+    drawn = [(panel, lines) for panel in PANELS if (lines := _lines(panel, table.entries))]
     figure, panels = figures.side_by_side(len(drawn))
     others = [entry.title for entry in table.entries if not is_full(entry)]
     for axes, (panel, lines) in zip(panels, drawn, strict=True):
@@ -120,7 +102,7 @@ def _long(entry: ReportRow) -> list[Reply]:
 
 
 def _lines(panel: Panel, entries: Sequence[ReportRow]) -> Lines:
-    """Return the lines of a panel. Times of runs that measure none are left out."""
+    """Return the lines of a panel; none where all is zero. Times of runs that measure none are left out."""
     lines: Lines = {}
     for entry in entries:
         if panel.of_time and entry.summary["tpot_s"]["p50"] is None:
@@ -136,8 +118,4 @@ def _lines(panel: Panel, entries: Sequence[ReportRow]) -> Lines:
             lines[entry.title] = {
                 fmean(reached[n]): panel.typical(values) for n, values in sorted(costs.items())
             }
-    return lines
-
-
-def _says_something(lines: Mapping[str, Mapping[float, float]]) -> bool:
-    return any(any(points.values()) for points in lines.values())
+    return lines if any(any(points.values()) for points in lines.values()) else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -83,12 +83,6 @@ def save(figure: Figure, path: Path) -> tuple[Path, Path]:
         # in memory first: matplotlib makes another error of a full disk
         file.write(printed.getvalue())
     return path, vector
-
-
-def colour_bar(figure: Figure, image: Any, axes: Axes, **how: Any) -> None:
-    bar = figure.colorbar(image, ax=axes, aspect=30, pad=0.02, **how)
-    bar.ax.tick_params(length=0, labelsize=8, labelcolor=SOFT)
-    bar.outline.set_visible(False)
 
 
 def side_by_side(panels: int) -> tuple[Figure, list[Axes]]:

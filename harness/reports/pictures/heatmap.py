@@ -136,7 +136,9 @@ def _cells(
     axes.set_yticks(np.arange(len(down)) + 0.5, down)
     axes.spines[:].set_visible(False)
     figures.plain(axes)
-    figures.colour_bar(figure, image, axes, ticks=(0, 25, 50, 75, 100))
+    bar = figure.colorbar(image, ax=axes, aspect=30, pad=0.02, ticks=(0, 25, 50, 75, 100))
+    bar.ax.tick_params(length=0, labelsize=8, labelcolor=figures.SOFT)
+    bar.outline.set_visible(False)
     for (y, x), value in np.ndenumerate(values):
         if not np.isnan(value):
             colour = "white" if value < 60 else figures.INK

@@ -24,7 +24,7 @@ from harness.jobs.examples import PreparedExample, by_context, prepare
 from harness.jobs.questions import SealedContext
 from harness.models.base import load
 from harness.reports.compare import comparisons
-from harness.reports.groups import ago_scores, turn_scores
+from harness.reports.groups import by_turn
 from harness.results.measures import MEASURES
 from harness.results.run_folder import StoredRun
 from harness.results.run_folder import load as load_run
@@ -364,7 +364,7 @@ def test_a_table_shows_the_score_by_turn_and_by_turns_ago(tmp_path: Path, replie
     assert info["metric"] == "needle found"
     assert info["statistics"]["turns"] == 6
     [table] = comparisons([load_run(finished.folder)])
-    heads = [[column.head for column in columns(table)[2:]] for columns in (turn_scores, ago_scores)]
+    heads = [[column.head for column in by_turn(table, section, "score")[2:]] for section in ("turns", "turns_ago")]
     assert heads == [["turn 1", "turn 2", "turn 3"], ["0", "1", "2"]]
 
 
