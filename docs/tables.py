@@ -145,17 +145,16 @@ def decode(names: Sequence[str], methods: Sequence[str] = ()) -> str:
     for name in names:
         rows = json.loads((BENCHES / f"{name}.json").read_text(encoding="utf-8"))["rows"]
         for row in rows:
-            at = f"at {row['tokens']}"
-            cells = columns.setdefault(row["method"].partition(":")[0], {})
+            method, at = row["method"].partition(":")[0], f"at {row['tokens']}"
+            if methods and method not in methods:
+                continue
+            cells = columns.setdefault(method, {})
             cells[f"TPOT {at} (ms)"] = _estimate(row["tpot_s"], 1e3)
             cells[f"times as fast as Full {at}"] = (
                 _estimate(row["speedup"], 1) if row["speedup"] else ""
             )
             cells[f"KV {at} (MiB)"] = f"{row['device_bytes'] / MIB:.0f}"
-    chosen = {
-        method: cells for method, cells in columns.items() if not methods or method in methods
-    }
-    table = pd.DataFrame(chosen).T.fillna("")
+    table = pd.DataFrame(columns).T.fillna("")
     return _markdown(table.reset_index(names="method"), 1)
 
 
@@ -298,18 +297,19 @@ def figure(name: str) -> Figure:
     widths = [3.2, 2.6, 3.2, 2.6]
     drawn = Figure(figsize=(1.5 + sum(widths), 1.5 + 0.27 * len(methods)), layout="constrained")
     panels = list(drawn.subplots(1, len(widths), sharey=True, width_ratios=widths))
-    _points(panels[0], shown, methods, "score.mean", "score.ci95", 100)
+    pairs = [shown[shown["method"] == method].sort_values("tuned") for method in methods]
+    _points(panels[0], pairs, "score.mean", "score.ci95", 100)
     _reference(panels[0], 100 * full["score.mean"])
     panels[0].set_xlabel("score (0-100), 95 % interval")
-    _points(panels[1], shown, methods, "likelihood.full.diff", "likelihood.full.ci95", 1)
+    _points(panels[1], pairs, "likelihood.full.diff", "likelihood.full.ci95", 1)
     panels[1].set_xscale("symlog", linthresh=0.01)
     panels[1].xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     _reference(panels[1], 0.0)
     panels[1].set_xlabel("right answer costs more (nats per token)")
-    _bars(panels[-2], shown, methods, TIERS[:2])
+    _bars(panels[-2], pairs, TIERS[:2])
     _reference(panels[-2], full["held"])
     panels[-2].set_xlabel("keys, values and index held (MiB)")
-    _bars(panels[-1], shown, methods, ["moved"])
+    _bars(panels[-1], pairs, ["moved"])
     panels[-1].set_xlabel("moved between them per step (MiB)")
     panels[0].set_yticks(range(len(methods)), methods)
     panels[0].set_ylim(-0.6, len(methods) - 0.4)
@@ -324,31 +324,22 @@ def figure(name: str) -> Figure:
     return drawn
 
 
-def _points(
-    axes: Axes, shown: pd.DataFrame, methods: list[str], key: str, ends: str, factor: int
-) -> None:
-    for place, method in enumerate(methods):
-        pair = shown[shown["method"] == method].sort_values("tuned")
-        best = pair.iloc[-1]
+def _points(axes: Axes, pairs: Sequence[pd.DataFrame], key: str, ends: str, factor: int) -> None:
+    """Draw a point per method, with its interval; a faint one where the authors' setting has another."""
+    for place, pair in enumerate(pairs):
+        values = factor * pair[[key, f"{ends}.low", f"{ends}.high"]]
+        first, best = values[key].iloc[0], values[key].iloc[-1]
         if len(pair) > 1:
-            first = pair.iloc[0]
-            axes.plot(
-                [factor * first[key], factor * best[key]],
-                [place] * 2,
-                color=FAINT,
-                linewidth=1,
-                zorder=1,
-            )
-            axes.plot(factor * first[key], place, "o", color=FAINT, markersize=5, zorder=2)
-        span = [factor * best[f"{ends}.low"], factor * best[f"{ends}.high"]]
+            axes.plot([first, best], [place] * 2, color=FAINT, linewidth=1, zorder=1)
+            axes.plot(first, place, "o", color=FAINT, markersize=5, zorder=2)
+        span = values.iloc[-1, 1:]
         axes.plot(span, [place] * 2, color=DEVICE, linewidth=1.4, alpha=0.45, zorder=2)
-        axes.plot(factor * best[key], place, "o", color=DEVICE, markersize=6, zorder=3)
+        axes.plot(best, place, "o", color=DEVICE, markersize=6, zorder=3)
 
 
-def _bars(axes: Axes, shown: pd.DataFrame, methods: list[str], keys: Sequence[str]) -> None:
+def _bars(axes: Axes, pairs: Sequence[pd.DataFrame], keys: Sequence[str]) -> None:
     """Draw one bar per method, stacked over `keys`; a tick marks the authors' setting where it holds something else."""
-    for place, method in enumerate(methods):
-        pair = shown[shown["method"] == method].sort_values("tuned")
+    for place, pair in enumerate(pairs):
         left = 0.0
         for key, colour in zip(keys, (DEVICE, HOST), strict=False):
             size, label = pair.iloc[-1][key], "" if place else f"on the {key}"
