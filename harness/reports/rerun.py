@@ -61,13 +61,14 @@ def _settings(run: StoredRun) -> dict[str, Any]:
     """Return the settings that a command line has to repeat: those that affect the result, and the
     folder of the data. A budget of null is left out, because only Full has it."""
     known = recorded_defaults()
-    own = {key: value for key, value in run.config.items() if key in known}
-    kept = {key: value for key, value in own.items() if key not in WITHOUT_EFFECT or key == "data"}
-    return {
-        key: value
-        for key, value in flatten(kept).items()
-        if not (key == "budget" and value is None)
-    }
+    kept = flatten(
+        {
+            key: value
+            for key, value in run.config.items()
+            if key in known and (key not in WITHOUT_EFFECT or key == "data")
+        }
+    )
+    return {key: value for key, value in kept.items() if (key, value) != ("budget", None)}
 
 
 def _changed(mine: Mapping[str, Any], usual: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
