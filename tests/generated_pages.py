@@ -58,9 +58,8 @@ Written by `{COMMAND}`: change harness/config/settings.py and the comments in co
 
 ## Commands
 
-Run a command as `python -m harness NAME`, `python -m harness.NAME` or `kv-harness NAME`; `--help` says more. Without a
-name, `python -m harness` runs a method on a task, with Full for comparison. `eval "$(kv-harness -sc install=bash)"`
-gives tab completion.
+Run a command as `python -m harness NAME` or `kv-harness NAME`; `--help` says more. Without a name, it runs a method on
+a task, with Full for comparison. `eval "$(kv-harness -sc install=bash)"` gives tab completion.
 
 {table(("command", "what it does"), [(code(f"harness.{name}"), text) for name, text in COMMANDS.items()])}
 
@@ -69,9 +68,9 @@ gives tab completion.
 Every key of `python -m harness`, with its default. Set one with `key=value`; with `-m`, separate the values of a sweep
 by commas. `python -m harness --help` prints the same list. The parameters of a method stand on [its card](methods.md).
 
-By default a run uses the GPU, if there is one, in the checkpoint's dtype, or else the CPU in fp32. A setting that would
-change nothing is refused, or a note says so. A run that cannot fit into memory is refused before anything loads, and
-the error names the setting that helps."""
+By default a run uses the GPU, if there is one, in the checkpoint's dtype, or else the CPU in fp32, with as many threads
+as `OMP_NUM_THREADS` says. A setting that would change nothing is refused, or a note says so. A run that cannot fit into
+memory is refused before anything loads, and the error names the setting that helps."""
 METHODS_TITLE = f"""# The methods
 
 What must be known before two of them are compared, with the defaults of conf/method/. Written by

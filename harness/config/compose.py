@@ -223,17 +223,10 @@ def for_hydra(
     """Return overrides in the form that Hydra takes: `~` becomes the home folder, `experiment` gets
     `+`, and parameters of plug-ins get `++`, because not every plug-in of a sweep has them.
 
-    Raise `SettingsError` for both kinds of budget at once, for an experiment that is a grid without
-    `sweep` (-m), and, if `runs`, for an experiment that another command runs.
+    Raise `SettingsError` for an experiment that is a grid without `sweep` (-m), and, if `runs`, for
+    an experiment that another command runs.
     """
     values = words_of(words)
-    both = [
-        f"{key}={values[key]}"
-        for key in ("budget", "budget_bytes")
-        if values.get(key, "null") != "null"
-    ]
-    if len(both) == 2:
-        raise SettingsError(f"{both[0]} would be ignored beside {both[1]}: leave one of them out.")
     experiment = experiments((CONF, *config_dirs)).get(values.get(EXPERIMENT, ""))
     grid = experiment.grid if experiment else {}
     if "," in values.get(EXPERIMENT, ""):

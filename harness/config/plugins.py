@@ -210,7 +210,7 @@ def spell(hint: Any) -> str:
     """Return a type in words, such as "a whole number" or "a list, each text"."""
     origin, inner = get_origin(hint), get_args(hint)
     if is_size(hint):
-        return "bytes, a size as 8GB, or null" if type(None) in inner else "bytes, or a size as 8GB"
+        return "a number, a size as 64MiB, or null" if float in inner else "bytes, or a size as 8GB"
     if origin in (Union, types.UnionType):
         return " or ".join(spell(kind) for kind in inner if kind is not int or float not in inner)
     if origin is Literal:

@@ -49,6 +49,7 @@ from methods.tiers import codecs
 from methods.tiers.tier import DEVICE, DISK, HOST, TIERS
 
 OVERFLOWS = ("truncate_cache", "truncate_tokens", "truncate_rotated")
+ALIGNED = ("moved_bytes", "device_bytes")  # budget rules that make bytes equal, not tokens
 POLICIES = ("scheduler_aware", "lru", "fifo")
 BLOCK_TOKENS = 256  # of a block of the store, of which a prefix is found whole
 IO_THREADS = 2  # that read for turns that wait, while these compute
@@ -60,6 +61,12 @@ TEMPLATE_KEYWORDS = {
     **dict.fromkeys(
         ("messages", "add_generation_prompt", "continue_final_message", "tokenize"), "leave it out"
     ),
+}
+# what is no setting, and what does its work
+INSTEAD = {
+    "budget_bytes": "write bytes as budget=64MiB.",
+    "align": "budget_rule says what a budget counts.",
+    "threads": "set OMP_NUM_THREADS in the environment.",
 }
 # of the examples that harness.tune chooses parameters by; no table is about them
 TUNING_SEED = 271_828
@@ -186,42 +193,27 @@ class WandbSettings:
 class Settings:
     """All settings of a run except its method, task and model."""
 
-    budget: int | float | None = setting(
+    budget: int | float | str | None = setting(
         0.2,
         "prompt tokens that a selecting head may read per step: a share (0.2) or a number (512); of TOVA and R-KV, "
-        "rows of prompt and answer",
+        "rows of prompt and answer; 64MiB: the bytes that keys, values and index of a sequence may take on the device, "
+        "in any codec",
         READ,
         neutral=None,
         after_prefill=True,
         named="never",
         read_by=BOTH,
     )
-    budget_bytes: int | str | None = setting(
-        None,
-        "in place of budget: bytes that keys, values and index of a sequence may take on the device, in any codec",
-        READ,
-        within=FROM_1,
-        after_prefill=True,
-        named="never",
-        read_by=(SERVE,),
-    )
     budget_rule: str = setting(
         "read",
-        "read: the budget counts every prompt token that is read; paper: it counts as each method's paper does",
+        "read: the budget counts every prompt token that is read; paper: it counts as each method's paper does; "
+        "moved_bytes, device_bytes: a method reads as many tokens as cost it the bytes of the budget's keys and "
+        "values, moved by a step or held on the device",
         READ,
-        choices=("read", "paper"),
+        choices=("read", "paper", *ALIGNED),
         after_prefill=True,
         named="always",
         read_by=BOTH,
-    )
-    align: str = setting(
-        "tokens",
-        "what the budget makes equal: tokens read (tokens), or the bytes of so many keys and values that a step moves "
-        "(moved_bytes) or the device holds (device_bytes)",
-        READ,
-        choices=("tokens", "moved_bytes", "device_bytes"),
-        after_prefill=True,
-        read_by=(SERVE,),
     )
     comm: float | None = setting(
         None,
@@ -400,14 +392,6 @@ class Settings:
         one_table=True,
         read_by=(SERVE, OBSERVE),
     )
-    threads: int | None = setting(
-        None,
-        "CPU threads for torch; null: its own choice, or an equal share for each worker",
-        RUN,
-        within=FROM_1,
-        named="among_namesakes",
-        read_by=BOTH,
-    )
     baseline: str = setting(
         "run",
         "whether Full runs on the same examples: run it, reuse it if it has run, or off",
@@ -493,12 +477,15 @@ class Settings:
             remedy = "choose off, on (both in quotes in YAML), or a number of tokens from 1"
             raise SettingsError(f"thinking={asked} is unknown: {remedy}.")
         check_values(self, RANGES)
+        budget = self.budget
+        if isinstance(budget, str):
+            budget = size("budget", budget)
+            self.budget = f"{budget}B"  # however it is written, the run is the same
         try:
-            Budget(1.0 if self.budget is None else self.budget)
+            Budget(1.0 if budget is None else budget)
         except BudgetError as error:
             raise SettingsError(str(error)) from error
         expand_paths(self, PATHS)
-        self.budget_bytes = self.most_bytes  # however it is written, the run is the same
         self.backends = backends_in_one_line(self.backends)
         self.template_kwargs = self.template_kwargs or None
         if self.codec is not None and not codecs.is_codec(self.codec):
@@ -509,21 +496,15 @@ class Settings:
     def _clashes(self) -> Iterator[str]:
         """Yield a sentence for each combination of settings that exclude each other, with the
         remedy."""
-        if self.budget_bytes is not None:
-            limit = f"budget_bytes={self.budget_bytes}"
-            if self.budget not in (None, Settings.budget):
-                yield f"budget={self.budget} would be ignored beside {limit}: leave one of them out."
-            if self.dense_layers or self.budget_rule == "paper" or self.align == "moved_bytes":
-                yield (
-                    f"{limit} limits the bytes of all layers on the device: leave dense_layers, budget_rule=paper and "
-                    "align=moved_bytes out."
-                )
-        if self.budget_generated is not None and not self.says_budget:
+        if isinstance(self.budget, str) and (self.dense_layers or self.budget_rule != "read"):
+            yield (
+                f"budget={self.budget} limits the bytes of all layers on the device: leave dense_layers and "
+                f"budget_rule={self.budget_rule} out."
+            )
+        if self.budget_generated is not None and self.budget is None:
             yield "budget_generated goes with a budget: set one; budget=1.0 leaves the prompt whole."
-        if self.budget_mass is not None and not self.says_budget:
+        if self.budget_mass is not None and self.budget is None:
             yield "budget_mass goes with a budget, by which a method picks the candidates: set one."
-        if self.align != "tokens" and self.budget_rule == "paper":
-            yield f"align={self.align} makes bytes equal, budget_rule=paper counts tokens as papers do: leave one out."
         if self.template_kwargs and self.chat == "none":
             yield "template_kwargs are for the chat template, which chat=none leaves out: leave one of them out."
         for key in TEMPLATE_KEYWORDS.keys() & (self.template_kwargs or {}):
@@ -575,11 +556,6 @@ class Settings:
             )
 
     @property
-    def says_budget(self) -> bool:
-        """True if `budget` or `budget_bytes` limits what a method reads or keeps."""
-        return self.budget is not None or self.budget_bytes is not None
-
-    @property
     def thinks(self) -> bool:
         """True if a model that can think does so before its answers."""
         return self.thinking != "off"
@@ -590,10 +566,10 @@ class Settings:
         time (forced lengths, traces) do not."""
         return self.likelihood == "on" and self.trace == "off" and not self.generation.force_length
 
-    @property
-    def most_bytes(self) -> int | None:
-        """`budget_bytes` as a number of bytes; None if it is not set."""
-        return None if self.budget_bytes is None else size("budget_bytes", self.budget_bytes)
+
+def bytes_of(budget: object) -> int | None:
+    """Return how many bytes a budget such as 64MiB is; None for a share or a number of tokens."""
+    return size("budget", budget) if isinstance(budget, str) else None
 
 
 NESTED: Mapping[str, Any] = {
@@ -651,6 +627,8 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
 
 def unknown_setting(key: str) -> str:
     """Return a sentence on a key that is no setting, with the nearest setting or parameter."""
+    if key in INSTEAD:
+        return f"There is no setting {key}; {INSTEAD[key]}"
     own = [
         f"{group}.{name}" for group in GROUPS for entry in entries(group) for name in entry.values()
     ]
@@ -658,6 +636,18 @@ def unknown_setting(key: str) -> str:
     near = owners or get_close_matches(key, (*KEYS, *GROUPS, "experiment", *own), n=1, cutoff=0.5)
     end = f"did you mean {near[0]}?" if near else "`python -m harness --help` shows them all."
     return f"There is no setting {key}; {end}"
+
+
+def in_todays_words(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a recorded run in today's words: older runs have the bytes of a
+    budget in `budget_bytes`, and what other budgets make equal in `align`."""
+    known = dict(config)
+    most_bytes, aligned = known.pop("budget_bytes", None), known.pop("align", "tokens")
+    if most_bytes is not None:
+        known["budget"] = f"{most_bytes}B"
+    elif aligned != "tokens":
+        known["budget_rule"] = aligned
+    return known
 
 
 def settings_known_today(config: Mapping[str, Any]) -> Settings:

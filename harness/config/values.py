@@ -20,7 +20,7 @@ from harness.config.plugins import fits, is_size, suggestion, wrong_type
 from harness.terminal.arguments import typed
 from kernels import ops
 
-UNITS = {"": 1, **{f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)}}
+UNITS = {"": 1, "B": 1, **{f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)}}
 UNITS |= {f"{unit}iB": 1024**power for power, unit in enumerate("KMGT", 1)}
 _ORDERS = re.compile(r"\w+=\w+(,\w+)*(;\w+=\w+(,\w+)*)*")
 
@@ -83,9 +83,10 @@ def check_values(section: Any, ranges: Mapping[str, Range], prefix: str = "") ->
         # a slip, as when a shell variable was not set
         if isinstance(value, str) and not value.strip():
             raise SettingsError(f"{key} is empty: give it a value, or leave it out.")
-        if not fits(value, hint):
+        bare = isinstance(value, str) and float in get_args(hint) and not value.endswith("B")
+        if bare or not fits(value, hint):
             raise SettingsError(wrong_type(key, value, hint))
-        number = size(key, value) if is_size(hint) and value is not None else value
+        number = size(key, value) if is_size(hint) and isinstance(value, str) else value
         if number is not None and key in ranges and not ranges[key].holds(number):
             raise SettingsError(f"{key}={plain(value)} must be {ranges[key]}.")
 
@@ -107,7 +108,7 @@ def _hints(kind: type) -> dict[str, Any]:
 def size(key: str, value: str | int) -> int:
     """Return a size as a number of bytes. 128GB and 10TB are decimal, 128GiB is binary. `key` is
     the setting that errors name."""
-    parts = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|)", str(value))
+    parts = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B|)", str(value))
     if not parts:
         raise SettingsError(f"{key}={value} is no size: write bytes, or 128GB, 10TB, 64GiB.")
     return int(float(parts[1]) * UNITS[parts[2]]) if parts[2] or "." in parts[1] else int(parts[1])

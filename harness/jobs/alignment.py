@@ -1,5 +1,5 @@
-"""`align=moved_bytes|device_bytes`: the user's `budget` stands for bytes, and each method gets the
-number of tokens that costs it as many.
+"""`budget_rule=moved_bytes|device_bytes` and `budget=64MiB`: the user's `budget` stands for bytes, and
+each method gets the number of tokens that costs it as many.
 
 A budget of T tokens stands for the bytes of T tokens' keys and values in every layer. A method then
 gets the token budget whose cost, by the formula that the method declares (`Method.cost`), comes
@@ -38,7 +38,7 @@ class AlignedBudget(Budget):
     placement: str
     element_bytes: int
     codec: Codec | None = None
-    most_bytes: int | None = None  # as budget_bytes says it, in place of tokens
+    most_bytes: int | None = None  # if the budget is given in bytes
     solved: dict[tuple[int, int], int] = field(default_factory=dict, compare=False)
 
     def tokens(self, sealed: int, layer: int) -> int:
@@ -100,14 +100,14 @@ class AlignedBudget(Budget):
         token = self.target(1)
         does = "moves" if self.measure == "moved_bytes" else "holds on the device"
         low, high = -(-least // token), most // token  # whole tokens, as a budget counts them
-        setting = f"align={self.measure}"
+        setting = f"budget_rule={self.measure}"
         unit = "tokens' keys and values"
-        way_out = "use align=tokens"
+        way_out = "use budget_rule=read"
         if self.most_bytes is not None:
             low, high = low * token, (high + 1) * token - 1
-            setting = f"budget_bytes={self.most_bytes}"
+            setting = f"budget={self.most_bytes}B"
             unit = "bytes"
-            way_out = "set budget in place of budget_bytes"
+            way_out = "give the budget in tokens"
         raise BudgetError(
             f"{setting}: with placement={self.placement} {type(self.method).__name__} {does}, of {sealed} prompt "
             f"tokens, {low} to {high} {unit}, and the budget asks for {asked} tokens': choose in between, or {way_out}."

@@ -14,7 +14,7 @@ import torch
 
 from evals.base import Task
 from harness.config import plugins
-from harness.config.settings import Settings
+from harness.config.settings import Settings, bytes_of
 from harness.config.values import orders
 from harness.engine.attach import Attachment
 from harness.engine.attach_options import AttachOptions
@@ -146,15 +146,12 @@ class Job:
         task, method = (
             named.get(kind, name) for kind, name in zip(("task", "method"), self.names, strict=True)
         )
-        budget, in_bytes = self.settings.budget, self.settings.most_bytes
-        asked = (
-            f"{100 * budget:g}%"
-            if isinstance(budget, float)
-            else f"{budget} tokens"
-            if budget
-            else ""
-        )
-        asked = size(in_bytes) if in_bytes else asked
+        budget = self.settings.budget
+        if isinstance(budget, float):
+            asked = f"{100 * budget:g}%"
+        else:
+            in_bytes = bytes_of(budget)
+            asked = size(in_bytes) if in_bytes else f"{budget} tokens" if budget else ""
         return " ".join(filter(None, (task, method, *plugins.changed(self.method), asked)))
 
     # memory and model
@@ -196,11 +193,8 @@ class Job:
         return free_here(self.settings.device, spread=self.model.describe().spread)
 
     def load(self) -> LoadedModel:
-        """Load the model, and set the threads and the order of backends of this process. Raise
-        `ModelError` if the model's files have changed since the job was planned, or if the engine
-        does not compute it as `model.generate` does."""
-        if self.settings.threads is not None:
-            torch.set_num_threads(self.settings.threads)
+        """Load the model, and set the order of backends of this process. Raise `ModelError` if the model's files
+        have changed since the job was planned, or if the engine does not compute it as `model.generate` does."""
         ops.prefer(orders(self.settings.backends))
         loaded = load(
             self.model, self.settings.dtype, self.settings.device, self.settings.template_kwargs

@@ -1,9 +1,8 @@
-"""Checks a run against its machine: CPUs for its threads, the device, a folder of results that can
-be written, and enough free memory."""
+"""Checks a run against its machine: the device, a folder of results that can be written, and enough
+free memory."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,13 +18,9 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def check_machine(settings: Settings) -> None:
-    """Raise if this machine lacks the CPUs or the device that the settings name, or if the folder
-    of results cannot be written."""
-    cpus, root = os.cpu_count() or 1, settings.results.root
-    if settings.threads is not None and settings.threads > cpus:
-        raise SettingsError(
-            f"threads={settings.threads} is too many: choose at most {cpus}, the CPUs of this machine."
-        )
+    """Raise if this machine lacks the device that the settings name, or if the folder of results
+    cannot be written."""
+    root = settings.results.root
     if settings.device != "auto":
         check_device(settings.device)
     if why := unwritable(Path(root)):

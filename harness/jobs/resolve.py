@@ -26,6 +26,7 @@ from harness.config.settings import (
     Settings,
     SettingsError,
     StoreSettings,
+    bytes_of,
 )
 from harness.jobs.alignment import AlignedBudget, shapes
 from harness.jobs.examples import PreparedExample, Prompts, by_context
@@ -88,8 +89,6 @@ def resolve(wanted: Settings, given: Method, info: ModelInfo) -> Resolved:
         changes["graphs"] = "on" if on_gpu and not info.spread else "off"
     if wanted.prefill_chunk is None:
         changes["prefill_chunk"] = usual_chunk(device, method.dense_prefill)
-    if wanted.budget_bytes is not None:
-        changes |= {"budget": None, "align": "device_bytes"}
     for keys, _ in _idle(wanted, method):
         changes |= {key: NEUTRAL[key] for key in keys if "." not in key}
     settings = replace(wanted, **changes)
@@ -133,26 +132,27 @@ def _budget(settings: Settings, method: Method, info: ModelInfo) -> Budget | Non
     """Return the budget that the settings ask for; None if the method reads everything."""
     if not method.uses_budget:
         return None
-    asked, most_bytes, specs = settings.budget, settings.most_bytes, shapes(info, settings.device)
-    if most_bytes is not None:  # as many tokens as would take so many bytes, for align=device_bytes
+    asked, measure = settings.budget, settings.budget_rule
+    most_bytes, specs = bytes_of(asked), shapes(info, settings.device)
+    if most_bytes is not None:  # as many tokens as would take so many bytes on the device
         row = info.kv_bytes(settings.dtype, 1) // info.num_layers
-        asked = max(1, most_bytes // (row * len(specs)))
-    assert asked is not None  # or the method would have been refused
+        asked, measure = max(1, most_bytes // (row * len(specs))), "device_bytes"
+    assert isinstance(asked, int | float)  # without a budget the method would have been refused
     plain = Budget(
         asked, tuple(settings.dense_layers), settings.budget_generated, settings.budget_mass
     )
-    if settings.budget_rule == "paper":
+    if measure == "paper":
         return PaperBudget(
             plain.asked, plain.dense_layers, plain.generated, plain.mass, count=method.paper_tokens
         )
-    if settings.align == "tokens":
+    if measure == "read":
         return plain
     return AlignedBudget(
         plain.asked,
         plain.dense_layers,
         generated=plain.generated,
         mass=plain.mass,
-        measure=settings.align,  # type: ignore[arg-type]
+        measure=measure,  # type: ignore[arg-type]
         method=method,
         specs=[spec for spec in specs if spec.index not in plain.dense_layers],
         placement=settings.placement,
@@ -175,7 +175,7 @@ def _idle(settings: Settings, method: Method) -> Iterator[tuple[list[str], str]]
         )
         if type(method).at_communication is Method.at_communication:
             yield ["comm"], "whose scoring moves nothing"
-        if not paper_differs(method):
+        if settings.budget_rule == "paper" and not paper_differs(method):
             yield ["budget_rule"], "whose paper counts as we do"
     if not method.offloads:
         yield ["placement", "overlap"], "which keeps nothing elsewhere"
@@ -219,7 +219,7 @@ def _notes(wanted: Settings, method: Method) -> Iterator[str]:
 
 def _check_method(settings: Settings, method: Method, info: ModelInfo) -> None:
     """Raise if the settings, the method and the model do not go together."""
-    if method.uses_budget and not settings.says_budget:
+    if method.uses_budget and settings.budget is None:
         raise SettingsError(
             f"budget=null leaves {type(method).__name__} without a budget: set budget=1.0 for the whole prompt, or "
             "less."
@@ -376,7 +376,11 @@ def _conversations(
             raise SettingsError(
                 f"store.{tier}={getattr(store, tier)} is in bytes and holds no token: set store.{tier}=8GB, say."
             )
-    if settings.says_budget and settings.protocol == "context" and history != "device_prefix":
+    if (
+        settings.budget is not None
+        and settings.protocol == "context"
+        and history != "device_prefix"
+    ):
         say_once(
             f"history={history} seals each later turn anew, over all that was fed before it; history=device_prefix "
             "seals the first context alone"

@@ -76,10 +76,7 @@ def labels(runs: Sequence[StoredRun]) -> list[str]:
         " ".join(dict.fromkeys([name, *chain(*words)]))
         for name, words in zip(names, parts, strict=True)
     ]
-    rows = [
-        (label, str(run.config.get("budget_bytes") or run.config.get("budget")))
-        for label, run in zip(full, runs, strict=True)
-    ]
+    rows = [(label, str(run.config.get("budget"))) for label, run in zip(full, runs, strict=True)]
     alike, marks = Counter(rows), _marks(runs)
     return [
         f"{label} {mark}" if alike[row] > 1 else label

@@ -257,6 +257,7 @@ def _kinds(row: Row) -> list[str]:
 def command_of(row: Row) -> str | None:
     """Return the command that makes a row again; None if this version lacks its preset."""
     command = re.sub(r"data\.root=\S+", "data.root=DATA", row["command"])
+    command = re.sub(r"(.*) threads=(\d+)", r"OMP_NUM_THREADS=\2 \1", command)  # once a setting
     chosen = re.search(r"\bmethod=(\w+)", command)
     return command if chosen and chosen[1] in _catalogue() else None
 

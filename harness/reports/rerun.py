@@ -21,7 +21,8 @@ def command(run: StoredRun) -> str:
     then every key that is not at its default. For a plug-in of the user's own it contains
     `--config-dir DIR`, where DIR has to be filled in, because a run does not record that folder."""
     presets = {kind: _preset(run, kind) for kind in GROUPS}
-    words = ["python", "-m", "harness"]
+    threads = run.config.get("threads")  # a setting of older runs
+    words = [f"OMP_NUM_THREADS={threads}"] * bool(threads) + ["python", "-m", "harness"]
     if None in presets.values():
         words += ["--config-dir", "DIR"]
     for kind, preset in presets.items():

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 from evals.stats import ALPHA
-from harness.config.settings import TUNING_SEED
+from harness.config.settings import ALIGNED, TUNING_SEED
 from harness.results.compared import FULL, mean_score, paired
 from harness.results.facts import FACTS
 from harness.results.records import FailedExample, Record, SkippedExample
@@ -152,11 +152,11 @@ def _budgets(rows: Sequence[AlarmRow]) -> Iterator[tuple[list[AlarmRow], str]]:
         "counts": lambda row: str(row.summary["budget"].get("counts", "prompt")),
         # a rule that changes nothing for a method makes no difference
         "budget_rule": lambda row: (
-            row.run.config.get("budget_rule", "read")
-            if (row.run.info.get("budget_use") or {}).get("paper_leaves_out")
+            _rule(row)
+            if _rule(row) not in ALIGNED
+            and (row.run.info.get("budget_use") or {}).get("paper_leaves_out")
             else None
         ),
-        "align": lambda row: str(row.run.config.get("align", "tokens")),
         "dense_layers": lambda row: str(list(row.run.config.get("dense_layers") or [])),
     }
     for name, meaning in meanings.items():
@@ -177,7 +177,12 @@ def _unit(row: AlarmRow) -> str:
     budget = row.summary["budget"]
     if budget.get("bytes"):
         return "bytes"
-    return "a share" if isinstance(budget["asked"], float) else "a number of tokens"
+    unit = "a share" if isinstance(budget["asked"], float) else "a number of tokens"
+    return f"{unit} (budget_rule={_rule(row)})" if _rule(row) in ALIGNED else unit
+
+
+def _rule(row: AlarmRow) -> str:
+    return str(row.run.config.get("budget_rule", "read"))
 
 
 def _apart_from_full(rows: Sequence[AlarmRow]) -> list[AlarmRow]:

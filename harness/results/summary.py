@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from evals import stats
-from harness.config.settings import ENTRIES, recorded_defaults
+from harness.config.settings import ALIGNED, ENTRIES, bytes_of, recorded_defaults
 from harness.engine.step_parts import PARTS
 from harness.results import files
 from harness.results.alarms import warnings
@@ -137,7 +137,9 @@ def against(records: Sequence[Record], full: Sequence[Record] | None) -> dict[st
 def _asked(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the budget that was asked for, as `asked` or as `bytes`. `layers` is null: no setting gives each layer
     a budget, but files and tables of results have the key."""
-    return {"asked": config.get("budget"), "bytes": config.get("budget_bytes"), "layers": None}
+    budget = config.get("budget")
+    in_bytes = bytes_of(budget)
+    return {"asked": None if in_bytes else budget, "bytes": in_bytes, "layers": None}
 
 
 def _score(records: Sequence[Record], info: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,13 +168,13 @@ def _not_kept(
     mean differs much from it, or if a prompt was read whole. Where heads read as many tokens as
     they need, the budget is an upper limit. None if it was kept, or is no share or number of the
     prompt's tokens."""
-    asked = _asked(config)["asked"]
+    asked, rule = _asked(config)["asked"], config.get("budget_rule", "read")
     counts_answer = (info.get("budget_use") or {}).get("counts", "prompt") != "prompt"
-    if not asked or counts_answer or config.get("align", "tokens") != "tokens":
+    if not asked or counts_answer or rule in ALIGNED:
         return None
     is_share = isinstance(asked, float)
     tokens, share = _read(records, "attended_prompt").values()
-    usual = config.get("budget_rule", "read") == "read" and not config.get("dense_layers")
+    usual = rule == "read" and not config.get("dense_layers")
     read_in_all = share if is_share else tokens
     excess = 0.0 if tokens is None or share is None or read_in_all is None else read_in_all - asked
     # which may be more than was read

@@ -176,7 +176,8 @@ class Method(metaclass=_TupleForList):
         bytes depend on the text, they are an upper bound. Raises `CostError` if the method declares
         no formula."""
         raise CostError(
-            f"{type(self).__name__} declares no cost, so align=tokens is all it can do."
+            f"{type(self).__name__} declares no cost, so its budget cannot stand for bytes: count tokens "
+            "(budget=0.2 budget_rule=read)."
         )
 
     def at_communication(self, share: float, head_dim: int) -> Method:

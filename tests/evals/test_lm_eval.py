@@ -215,7 +215,7 @@ def test_a_run_scores_as_their_own_evaluation_of_our_model(folder: str, tmp_path
     from harness.bridges.lm_eval.model import KVHarnessLM
     from tests.fast import PQ, run
 
-    words = {"model": "random", "model.shape": "tiny", "model.layers": 2, "model.tokenizer_name": "bytes", "threads": 1}
+    words = {"model": "random", "model.shape": "tiny", "model.layers": 2, "model.tokenizer_name": "bytes"}
     of_the_method = {f"method.{key}": getattr(PQ, key) for key in ("b", "iterations", "seed", "sinks")}
     lm = KVHarnessLM(**words, **of_the_method, method="pqcache", budget=0.8)
     manager = TaskManager(include_path=folder, include_defaults=False)

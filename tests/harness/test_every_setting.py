@@ -40,9 +40,7 @@ class Other(NamedTuple):
 
 OTHERS: dict[str, Other] = {
     "budget": Other(0.3),
-    "budget_bytes": Other(30_000),
     "budget_rule": Other("paper"),
-    "align": Other("device_bytes"),
     "comm": Other(0.125),
     "windows.sinks": Other(6),
     "windows.recent_ratio": Other(0.4),
@@ -74,7 +72,6 @@ OTHERS: dict[str, Other] = {
     "batch": Other(2),
     "prefill_chunk": Other(64),
     "seed": Other(7),
-    "threads": Other(1),
     "baseline": Other("off"),
     "warmup": Other(2),
     "shared_prefill": Other(True),
@@ -170,7 +167,7 @@ def test_none_is_ignored_in_silence(name: str, task: Task, always: Changes, caps
             before = known[str(companions)]
             job, refused, said = walked(method, task, {**always, **companions, key: value}, capsys)
             named = any(word in said or word in refused for word in (key, key.partition(".")[0], *companions))
-            if named or (refused and key in ("budget_bytes", "device", "graphs")):
+            if named or (refused and key in ("device", "graphs")):
                 continue
             if job is None or before is None or not shows(key, value, before, job):
                 ignored[key] = f"beside {companions}: refused {refused!r}, said {said!r}"

@@ -170,7 +170,7 @@ def test_a_tier(tmp_path: Path) -> None:
     """Its bytes are in record, summary, table, page and cost."""
     written(tmp_path, {"mine/shared.py": FILES["mine/shared.py"]})
     runs, page = tmp_path / "runs", tmp_path / "page"
-    words = ["method=pqcache", "placement=shared", "align=moved_bytes", "budget=0.1"]
+    words = ["method=pqcache", "placement=shared", "budget_rule=moved_bytes", "budget=0.1"]
     commands = [
         ("harness", *words, *MODEL_ARGS, *TASK_ARGS, f"results.root={runs}"),
         ("harness.report", str(runs), "--details", "--html", str(page)),

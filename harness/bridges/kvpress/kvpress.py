@@ -96,7 +96,8 @@ class KVPress(Method):
             return costs.dense(case)
         if not set_ratio(build(self.press), 0.5):
             raise CostError(
-                f"{self.press['name']} takes no ratio, so align=tokens is all it can do."
+                f"{self.press['name']} takes no ratio, so its budget cannot stand for bytes: count tokens "
+                "(budget=0.2 budget_rule=read)."
             )
         return costs.evict(case, case.budget)
 

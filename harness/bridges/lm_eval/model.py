@@ -39,6 +39,7 @@ from harness.engine.engine import Engine, NotFiniteError
 from harness.engine.graph import CudaGraphs
 from harness.engine.hf import routed
 from harness.engine.sampling import Greedy, Sampled, Sampler
+from harness.jobs.alignment import AlignedBudget
 from harness.jobs.job import attach
 from harness.jobs.machine import check_machine
 from harness.jobs.model_check import check_against_generate
@@ -113,8 +114,11 @@ def ready(
     for note in filter(None, [*resolved.notes, described.caution]):
         say_once(note)
     settings = resolved.settings
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    if isinstance(resolved.budget, AlignedBudget):  # whether it can be met depends on the prompts
+        raise SettingsError(
+            f"budget={plain(wanted.budget)} budget_rule={wanted.budget_rule} stands for bytes, which need prompts that "
+            "are known before the run: give a share or a number of tokens, and budget_rule=read."
+        )
     ops.prefer(orders(settings.backends))
     loaded = load(source, settings.dtype, settings.device, settings.template_kwargs)
     check_keywords(loaded.tokenizer, settings.template_kwargs or {})

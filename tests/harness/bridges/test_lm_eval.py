@@ -32,7 +32,7 @@ from harness.bridges.lm_eval.texts import ScoredQuestion, ScoredWindow, log_like
 from harness.commands.lm_eval import MODEL
 
 TEXT = "A fact stands in a long text, and the text goes on. " * 3
-SHARED = dict.fromkeys(("model.shape",), "tiny") | {"model": "random", "model.layers": 2, "threads": 1}
+SHARED = dict.fromkeys(("model.shape",), "tiny") | {"model": "random", "model.layers": 2}
 
 
 @cache
@@ -180,6 +180,7 @@ def test_drawn_answers_are_the_same_again() -> None:
         ({"rolling_context": 1}, "rolling_context=1"),
         ({"rolling_context": "half"}, "rolling_context='half'"),
         ({"method": "streaming", "budget": 0.6, "rolling_context": 0}, "rolling_context=0"),
+        ({"method": "pqcache", "budget": "1MB"}, "budget=1000000B budget_rule=read stands for bytes"),
         ({"task": "niah"}, "task is not a key.* batch_size, max_length, .*enable_thinking"),
         ({"pretrained": "owner/name"}, "set model=hf and model.name"),
         ({"enable_thinking": "maybe"}, "enable_thinking=maybe is neither"),
@@ -380,7 +381,7 @@ def test_bos_stands_where_their_own_model_puts_it(
         (tmp_path / file).write_text(json.dumps(json.loads((tmp_path / file).read_text()) | changes))
     keywords = {} if add is None else {"add_bos_token": add}
     wanted: Any = HFLM(pretrained=str(tmp_path), device="cpu", dtype="float32", **keywords)
-    lm = KVHarnessLM(**{"model": "hf", "model.name": str(tmp_path), "threads": 1}, method="full", **keywords)
+    lm = KVHarnessLM(**{"model": "hf", "model.name": str(tmp_path)}, method="full", **keywords)
     chat = lm.apply_chat_template([{"role": "user", "content": "Why ?"}])
     assert chat == wanted.apply_chat_template([{"role": "user", "content": "Why ?"}])
     for text in (chat, "Why is it", "<s> Why", ""):

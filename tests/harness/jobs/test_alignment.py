@@ -1,4 +1,4 @@
-"""`align` makes bytes equal in place of tokens, `comm` sets how much scoring may move; neither hides from identity."""
+"""A budget may make bytes equal, `comm` sets how much scoring may move; neither hides from identity."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_measured_traffic_is_equal(name: str) -> None:
     if name == "infinigen":
         method = replace(method, alpha=1e9)  # type: ignore[call-arg]
     info = replace(INFO, num_layers=3, num_heads=8, num_kv_heads=2, head_dim=16, layer_windows=(None,) * 3)
-    limit = resolve(Settings(device="cpu", align="moved_bytes", placement="host"), method, info).budget
+    limit = resolve(Settings(device="cpu", budget_rule="moved_bytes", placement="host"), method, info).budget
     with attached(tiny("llama"), method, budget=limit, placement="host", calibration=prompt(64, seed=9)) as kv:
         made = Engine(kv).generate(prompt(LENGTH), max_new_tokens=4, stops=[never])
     assert made.measured["moved_bytes_per_step"] == pytest.approx(80 * 3 * 2 * 2 * 16 * 4, rel=0.02)
@@ -86,19 +86,19 @@ def test_equal_bytes_on_the_device_in_any_codec_and_tier(
     method: Method, codec: str | None, placement: str, tmp_path: Path
 ) -> None:
     asked = 200 * INFO.kv_bytes("fp32", 1)
-    job = evaluate(method, niah(), MODEL, settings(tmp_path, budget_bytes=asked, codec=codec, placement=placement))
+    job = evaluate(method, niah(), MODEL, settings(tmp_path, budget=f"{asked}B", codec=codec, placement=placement))
     for record in job.records:
         reserved = INFO.kv_bytes("fp32", 6)  # for generated tokens
         assert 0.97 * asked <= record["kv_device_bytes"] - reserved <= asked
     assert job.summary["budget"]["bytes"] == asked
 
 
-def test_bytes_take_the_place_of_the_budget(tmp_path: Path) -> None:
-    assert plan(tmp_path, budget_bytes=10**5, placement="host").config["budget"] is None
-    assert plan(tmp_path, Full(), budget_bytes=10**5).config["budget_bytes"] is None
-    for wrong in ({"dense_layers": [0]}, {"budget_rule": "paper"}, {"align": "moved_bytes"}, {"budget": 0.3}):
-        with pytest.raises(SettingsError, match="budget_bytes="):
-            settings(tmp_path, budget_bytes=10**5, **wrong)
+def test_a_budget_of_bytes_is_for_all_layers(tmp_path: Path) -> None:
+    assert plan(tmp_path, budget="100KB", placement="host").config["budget"] == "100000B"
+    assert plan(tmp_path, Full(), budget="100KB").config["budget"] is None
+    for wrong in ({"dense_layers": [0]}, {"budget_rule": "paper"}, {"budget_rule": "moved_bytes"}):
+        with pytest.raises(SettingsError, match="budget=100000B"):
+            settings(tmp_path, budget="100KB", **wrong)
 
 
 def test_a_codec_is_its_bits_and_its_group(tmp_path: Path) -> None:
@@ -116,9 +116,9 @@ def test_a_codec_is_its_bits_and_its_group(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "changes"),
     [
-        (STREAMING, {"align": "moved_bytes"}),
-        (PQ, {"align": "moved_bytes", "placement": "host", "budget": 0.9}),
-        (PQ, {"budget_bytes": 10**5}),
+        (STREAMING, {"budget_rule": "moved_bytes"}),
+        (PQ, {"budget_rule": "moved_bytes", "placement": "host", "budget": 0.9}),
+        (PQ, {"budget": "100KB"}),
     ],
 )
 def test_what_nothing_can_reach_is_refused(tmp_path: Path, method: Method, changes: dict[str, Any]) -> None:

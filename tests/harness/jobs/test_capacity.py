@@ -192,7 +192,7 @@ def row(cli: Cli, name: str, *words: str) -> list[str]:
         (["budget=0.5", "task.lengths=[300,400]"], "150 to 200 of 300 to 400"),
         (["dense_layers=[1]"], "80 of 400"),
         (["method=full"], "all of 400"),
-        (["budget_bytes=60000"], "117 of 400"),
+        (["budget=60000B"], "117 of 400"),
         (["method=oracle", "budget=0.5", "budget_mass=0.9"], "at most 200 of 400"),
     ],
 )
