@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -20,6 +19,7 @@ from harness.config.errors import as_command
 from harness.models import devices
 from harness.models.embedded import cache_root, installed
 from harness.results import provenance
+from harness.terminal.arguments import Parser
 from harness.terminal.notices import say
 from kernels import toolchain
 from kernels.temporary import TemporaryFolder
@@ -47,12 +47,8 @@ class Check(NamedTuple):
 
 @as_command()
 def main(arguments: Sequence[str] = ()) -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, prog="python -m harness.doctor", description=__doc__
-    )
-    parser.add_argument(
-        "--model", action="store_true", help="let the embedded model find a needle, too"
-    )
+    parser = Parser("doctor", __doc__)
+    parser.flag("--model", "let the embedded model find a needle, too")
     options = parser.parse_args(arguments)
     bad = 0
     for check in checks(options.model):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -20,7 +19,7 @@ from harness.config.catalogue import (
 from harness.config.errors import as_command
 from harness.config.keys import parameters_of, settings_text
 from harness.reports.papers import Published, published
-from harness.terminal.arguments import typed
+from harness.terminal.arguments import Parser
 from harness.terminal.notices import say
 from harness.terminal.tables import aligned
 
@@ -30,16 +29,12 @@ ByGroup = Mapping[str, Mapping[str, Entry | Experiment]]  # by group and name
 
 @as_command()
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, prog="python -m harness.list", description=__doc__
-    )
+    parser = Parser("list", __doc__)
     kinds = ", ".join((*GROUPS, EXPERIMENT))
     parser.add_argument(
         "what", nargs="*", metavar="WHAT", help=f"a name, one of {kinds}, or {SETTINGS}"
     )
-    parser.add_argument(
-        "--config-dir", "-cd", type=typed, action="append", default=[], help="more yaml files"
-    )
+    parser.config_dirs()
     options = parser.parse_args(arguments)
     folders = (CONF, *options.config_dir)
     known: dict[str, Mapping[str, Entry | Experiment]] = {

@@ -6,7 +6,6 @@ The figures go to results.root/observations/ as result.json, plot.png and plot.p
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -20,7 +19,7 @@ from harness.config.entry import OBSERVE
 from harness.config.errors import as_command
 from harness.config.plugins import TARGET, build, suggestion
 from harness.config.settings import ENTRIES, KEYS, SettingsError
-from harness.terminal.arguments import typed
+from harness.terminal.arguments import Parser
 from harness.terminal.notices import say
 from harness.terminal.tables import Column, text_table
 
@@ -36,11 +35,12 @@ READ = ("experiment", "task", "model", *_SETTINGS)  # the keys of a run that are
 
 @as_command()
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parser().parse_intermixed_args(arguments)
-    _observe(options.what, options.overrides, options.config_dir)
-
-
-def _observe(what: str, words: Sequence[str], config_dirs: Sequence[Path]) -> None:
+    parser = Parser("observe", __doc__)
+    parser.add_argument("what", metavar="WHAT", help=", ".join(OBSERVATIONS))
+    parser.overrides("task, model, ... and the observation's own")
+    parser.config_dirs()
+    given = parser.parse_intermixed_args(arguments)
+    what, words = given.what, given.overrides
     if what not in OBSERVATIONS:
         raise SettingsError(f"There is no observation {what!r}{suggestion(what, OBSERVATIONS)}")
     module, _, name = OBSERVATIONS[what].rpartition(".")
@@ -58,7 +58,7 @@ def _observe(what: str, words: Sequence[str], config_dirs: Sequence[Path]) -> No
             raise SettingsError(
                 f"{word} changes nothing for {what}: no method runs. It reads {', '.join(READ)}."
             )
-    _, task, model, settings = built(composed(others, config_dirs))
+    _, task, model, settings = built(composed(others, given.config_dir))
     from harness.attention_statistics.record import observe, place, write
 
     task.require(settings.data.folder())
@@ -73,23 +73,6 @@ def _observe(what: str, words: Sequence[str], config_dirs: Sequence[Path]) -> No
         columns.append(Column(label.replace(", ", "\n"), "", cells))
     say(text_table(columns))
     say(f"\nFigures and picture: {folder}")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, prog="python -m harness.observe", description=__doc__
-    )
-    parser.add_argument("what", metavar="WHAT", help=", ".join(OBSERVATIONS))
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="KEY=VALUE",
-        help="task, model, ... and the observation's own",
-    )
-    parser.add_argument(
-        "--config-dir", "-cd", type=typed, action="append", default=[], help="more yaml files"
-    )
-    return parser
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ made by harness/reports/compare.py and its text by harness/reports/document.py.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from harness.reports.papers import PUBLISHED
 from harness.results import files
 from harness.results.records import StoreError
 from harness.results.run_folder import find, load_all
-from harness.terminal.arguments import config_dir, typed
+from harness.terminal.arguments import Parser, config_dir
 from harness.terminal.notices import say, show, visible, warn
 
 ALONE = ("details", "csv", "md", "tex", "html", "against", "plots")  # options that show runs
@@ -37,7 +37,21 @@ ALONE = ("details", "csv", "md", "tex", "html", "against", "plots")  # options t
 
 @as_command()
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _parser()
+    parser = Parser("report", __doc__)
+    parser.path("folders", "DIR", "folder of a run, or any above it", nargs="*")
+    parser.flag("--details", "every table, with conditions, cautions and notes")
+    parser.path("--csv", "FILE", "all of every summary, raw numbers")
+    parser.path("--md", "FILE", "the same tables in Markdown")
+    parser.path("--tex", "FILE", "the same tables in LaTeX (booktabs)")
+    parser.path("--html", "FOLDER", "one page to look through: FOLDER/index.html")
+    parser.path("--leaderboard", "FILE", "a page of all rows published here, or of CSVs in DIR")
+    parser.add_argument(
+        "--against",
+        metavar="METHOD",
+        help="hold all rows against this one too, paired: snapkv, 'snapkv 20%%'",
+    )
+    parser.flag("--plots", "pictures, PNG and PDF, into DIR/plots")
+    parser.config_dirs("yaml files whose code may run", type=config_dir)
     options = parser.parse_args(arguments)
     if options.html and (options.html.suffix == ".html" or options.html.is_file()):
         parser.error(
@@ -108,7 +122,7 @@ def print_report(folders: Sequence[Path], config_dirs: Sequence[Path] = ()) -> N
 def _written(
     tables: Sequence[Comparison],
     compared: Sequence[Comparison],
-    options: argparse.Namespace,
+    options: Namespace,
     left_out: Sequence[str],
 ) -> Iterator[Path]:
     """Write the files that the options ask for, and yield each path once it is written."""
@@ -129,51 +143,6 @@ def _written(
         from harness.reports.pictures.draw import draw
 
         yield from draw(tables, options.folders[0] / "plots")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, prog="python -m harness.report", description=__doc__
-    )
-    parser.add_argument(
-        "folders", nargs="*", type=typed, metavar="DIR", help="folder of a run, or any above it"
-    )
-    parser.add_argument(
-        "--details", action="store_true", help="every table, with conditions, cautions and notes"
-    )
-    parser.add_argument(
-        "--csv", type=typed, metavar="FILE", help="all of every summary, raw numbers"
-    )
-    parser.add_argument("--md", type=typed, metavar="FILE", help="the same tables in Markdown")
-    parser.add_argument(
-        "--tex", type=typed, metavar="FILE", help="the same tables in LaTeX (booktabs)"
-    )
-    parser.add_argument(
-        "--html", type=typed, metavar="FOLDER", help="one page to look through: FOLDER/index.html"
-    )
-    parser.add_argument(
-        "--leaderboard",
-        type=typed,
-        metavar="FILE",
-        help="a page of all rows published here, or of CSVs in DIR",
-    )
-    parser.add_argument(
-        "--against",
-        metavar="METHOD",
-        help="hold all rows against this one too, paired: snapkv, 'snapkv 20%%'",
-    )
-    parser.add_argument(
-        "--plots", action="store_true", help="pictures, PNG and PDF, into DIR/plots"
-    )
-    parser.add_argument(
-        "--config-dir",
-        "-cd",
-        type=config_dir,
-        action="append",
-        default=[],
-        help="yaml files whose code may run",
-    )
-    return parser
 
 
 if __name__ == "__main__":

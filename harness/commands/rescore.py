@@ -5,7 +5,6 @@ Outputs and first scores stay in examples.jsonl. The new scores go into rescored
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,29 +27,16 @@ from harness.results.provenance import now
 from harness.results.records import StoreError, scored
 from harness.results.run_folder import RESCORED, StoredRun, find, load, write_info
 from harness.results.summary import Neighbours, reference, summary_of, write_summary
-from harness.terminal.arguments import config_dir, typed
+from harness.terminal.arguments import Parser, config_dir
 from harness.terminal.notices import say, warn
 
 
 @as_command()
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, prog="python -m harness.rescore", description=__doc__
-    )
-    parser.add_argument(
-        "folders", nargs="+", type=typed, metavar="DIR", help="folder of a run, or any above it"
-    )
-    parser.add_argument(
-        "--data-root", type=typed, metavar="FOLDER", help="where the data sets are now"
-    )
-    parser.add_argument(
-        "--config-dir",
-        "-cd",
-        type=config_dir,
-        action="append",
-        default=[],
-        help="yaml files whose code may run",
-    )
+    parser = Parser("rescore", __doc__)
+    parser.path("folders", "DIR", "folder of a run, or any above it", nargs="+")
+    parser.path("--data-root", "FOLDER", "where the data sets are now")
+    parser.config_dirs("yaml files whose code may run", type=config_dir)
     options = parser.parse_args(arguments)
     runs = [load(folder, first_scores=True) for folder in find(options.folders)]
     done = list[StoredRun]()

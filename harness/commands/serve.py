@@ -8,13 +8,12 @@ to a folder of the command's own in --out/tables.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from harness.config.errors import as_command
-from harness.terminal.arguments import typed
+from harness.terminal.arguments import Parser
 from harness.terminal.notices import say, say_once
 
 OUT = Path("results/runs/serving")
@@ -22,7 +21,12 @@ OUT = Path("results/runs/serving")
 
 @as_command("the same command goes on after the runs that are finished")
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_intermixed_args(arguments)
+    parser = Parser("serve", __doc__)
+    parser.overrides("see docs/conversations.md; a key may have several values")
+    parser.path("--costs", "FILE", "yaml with prices, in place of the paper's")
+    parser.path("--out", "DIR", "for all files (default: %(default)s)", default=OUT)
+    parser.config_dirs()
+    options = parser.parse_intermixed_args(arguments)
     say_once.cache_clear()
     from harness.cachedattention.serving.plan import points
     from harness.cachedattention.serving.runs import Runs
@@ -41,28 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"\n{runs.text()}")
         say("\nwrote " + ", ".join(str(path) for path in runs.write()))
     return int(len(runs.rows) < len(runs.plans))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, prog="python -m harness.serve", description=__doc__
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="KEY=VALUE",
-        help="see docs/conversations.md; a key may have several values",
-    )
-    parser.add_argument(
-        "--costs", type=typed, metavar="FILE", help="yaml with prices, in place of the paper's"
-    )
-    parser.add_argument(
-        "--out", type=typed, default=OUT, metavar="DIR", help="for all files (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--config-dir", "-cd", type=typed, action="append", default=[], help="more yaml files"
-    )
-    return parser
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import shutil
 import sys
 import textwrap
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
@@ -18,7 +18,7 @@ from harness.reports.rerun import command
 from harness.results.identity import PARTS, word
 from harness.results.records import LeftOut, Record, Reply, StoreError
 from harness.results.run_folder import ERROR, StoredRun, load
-from harness.terminal.arguments import typed
+from harness.terminal.arguments import Parser
 from harness.terminal.notices import say, visible
 from harness.terminal.tables import digits
 
@@ -28,22 +28,11 @@ MARK = "▶"  # stands before the first character in which two outputs differ
 
 @as_command()
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, prog="python -m harness.show", description=__doc__
-    )
-    parser.add_argument("run", type=typed, metavar="RUN", help="folder of a run")
-    parser.add_argument(
-        "--diff",
-        type=typed,
-        metavar="RUN2",
-        help="show side by side what this run put out otherwise",
-    )
+    parser = Parser("show", __doc__)
+    parser.path("run", "RUN", "folder of a run")
+    parser.path("--diff", "RUN2", "show side by side what this run put out otherwise")
     parser.add_argument("--id", metavar="ID", help="this example only")
-    parser.add_argument(
-        "--all",
-        action="store_true",
-        help=f"all examples, not the first {FIRST}; equal ones as well",
-    )
+    parser.flag("--all", f"all examples, not the first {FIRST}; equal ones as well")
     options = parser.parse_args(arguments)
     width = shutil.get_terminal_size((120, 40)).columns
     run = load(options.run)
@@ -60,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         say(line)
 
 
-def show(run: StoredRun, options: argparse.Namespace, width: int) -> Iterator[str]:
+def show(run: StoredRun, options: Namespace, width: int) -> Iterator[str]:
     """Yield lines on a run: its state, then id, group, score and output of each example."""
     yield f"{run.folder.name}: {len(run.records)} examples, {run.status}"
     if run.status == "failed":
@@ -91,9 +80,7 @@ def show(run: StoredRun, options: argparse.Namespace, width: int) -> Iterator[st
         yield f"\n{len(chosen) - len(shown)} more: --all shows them, --id ID one of them"
 
 
-def diff(
-    run: StoredRun, other: StoredRun, options: argparse.Namespace, width: int
-) -> Iterator[str]:
+def diff(run: StoredRun, other: StoredRun, options: Namespace, width: int) -> Iterator[str]:
     """Yield lines on two runs: the settings and versions that differ, then the examples whose
     outputs differ, side by side."""
     theirs = {record.id: record for record in other.records}

@@ -7,7 +7,6 @@ terminal, with all figures to simulation.json and simulation.csv in a folder of 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from harness.config.errors import as_command
 from harness.results.files import digest, write_csv, write_json
-from harness.terminal.arguments import typed
+from harness.terminal.arguments import Parser
 from harness.terminal.notices import say
 
 SCHEMA = 1
@@ -24,7 +23,16 @@ ROOT = Path("results/runs/simulations")
 
 @as_command()
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = _parser().parse_intermixed_args(arguments)
+    parser = Parser("simulate", __doc__)
+    parser.overrides("docs/conversations.md has the keys")
+    parser.add_argument(
+        "--figure",
+        metavar="N",
+        help="of the paper, 13 to 17, 21, 22, 24, 25: its runs, with its numbers for comparison",
+    )
+    parser.path("--costs", "FILE", "yaml in place of the paper's costs")
+    parser.path("--out", "DIR", f"for all files (default: a folder in {ROOT} for each command)")
+    options = parser.parse_intermixed_args(arguments)
     from harness.cachedattention.simulation import costs, outcome, paper
     from harness.cachedattention.simulation.scenario import scenarios
     from harness.results.provenance import provenance
@@ -50,30 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write_json(folder / "simulation.json", result | {"provenance": provenance(), "runs": rows})
     write_csv(folder / "simulation.csv", [row["settings"] | row["figures"] for row in rows])
     say(f"\nwrote {folder}/simulation.json, .csv")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, prog="python -m harness.simulate", description=__doc__
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="docs/conversations.md has the keys"
-    )
-    parser.add_argument(
-        "--figure",
-        metavar="N",
-        help="of the paper, 13 to 17, 21, 22, 24, 25: its runs, with its numbers for comparison",
-    )
-    parser.add_argument(
-        "--costs", type=typed, metavar="FILE", help="yaml in place of the paper's costs"
-    )
-    parser.add_argument(
-        "--out",
-        type=typed,
-        metavar="DIR",
-        help=f"for all files (default: a folder in {ROOT} for each command)",
-    )
-    return parser
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ Exit code: 0 all done, 1 something failed, 3 not finished yet, 2 where there is 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from harness.results.lock import is_locked, owner
 from harness.results.records import StoreError
 from harness.results.run_folder import EXAMPLES, find, read_info
 from harness.sweeps.begun import waiting
-from harness.terminal.arguments import typed
+from harness.terminal.arguments import Parser
 from harness.terminal.notices import say
 from harness.terminal.tables import Column, text_table
 
@@ -40,13 +39,8 @@ class RunState(NamedTuple):
 
 @as_command()
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, prog="python -m harness.status", description=__doc__
-    )
-    root = Path(Results().root)
-    parser.add_argument(
-        "folder", nargs="?", type=typed, default=root, metavar="DIR", help="results.root"
-    )
+    parser = Parser("status", __doc__)
+    parser.path("folder", "DIR", "results.root", nargs="?", default=Path(Results().root))
     folder = parser.parse_args(arguments).folder
     runs = [
         RunState(label, "not begun", 0, None, "the same command runs it")

@@ -8,7 +8,6 @@ The same command goes on where it was stopped; `dry_run=true` says how much it w
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from harness.config.errors import as_command
 from harness.config.plugins import build, describe
 from harness.config.settings import Results, SettingsError
 from harness.results.files import write_atomically
-from harness.terminal.arguments import typed
+from harness.terminal.arguments import Parser
 from harness.terminal.notices import say, say_once
 from harness.terminal.progress import forget
 
@@ -37,7 +36,11 @@ ROOT = "results/tuning"  # beside results/runs, so that no report takes one for 
 @as_command("the same command goes on")
 def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_intermixed_args(given)
+    parser = Parser("tune", __doc__)
+    parser.overrides("as for python -m harness; method.PARAMETER may name several", "+")
+    parser.path("--out", "DIR", f"for the preset, else results.root ({ROOT})")
+    parser.config_dirs()
+    options = parser.parse_intermixed_args(given)
     say_once.cache_clear()
     forget()
     asked = read_search(options.overrides, options.config_dir)
@@ -98,25 +101,6 @@ def write_preset(path: Path, base: Entry, method: Method, comments: Sequence[str
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, "\n".join([*(f"# {line}" for line in comments), *defaults, body]))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, prog="python -m harness.tune", description=__doc__
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="+",
-        metavar="KEY=VALUE",
-        help="as for python -m harness; method.PARAMETER may name several",
-    )
-    parser.add_argument(
-        "--out", type=typed, metavar="DIR", help=f"for the preset, else results.root ({ROOT})"
-    )
-    parser.add_argument(
-        "--config-dir", "-cd", type=typed, action="append", default=[], help="more yaml files"
-    )
-    return parser
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Reads the paths and numbers that a user types, as types for argparse."""
+"""Reads what a user types after a command: paths and numbers, as types for argparse, and the options that several
+commands have."""
 
 from __future__ import annotations
 
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
 from contextlib import suppress
 from math import inf
@@ -65,3 +66,32 @@ budget = _number(
     is_budget,
     lambda text: int(text) if text.isdecimal() else float(text),
 )
+
+
+class Parser(ArgumentParser):
+    """The argument parser of `python -m harness.COMMAND`."""
+
+    def __init__(self, command: str, about: str | None) -> None:
+        super().__init__(allow_abbrev=False, prog=f"python -m harness.{command}", description=about)
+
+    def path(self, name: str, metavar: str, about: str, **more: Any) -> None:
+        """Add an argument that is a file or a folder."""
+        self.add_argument(name, metavar=metavar, help=about, **{"type": typed, **more})
+
+    def flag(self, name: str, about: str) -> None:
+        self.add_argument(name, action="store_true", help=about)
+
+    def overrides(self, about: str, nargs: str = "*") -> None:
+        """Add words of the form KEY=VALUE, as `python -m harness` takes them."""
+        self.add_argument("overrides", nargs=nargs, metavar="KEY=VALUE", help=about)
+
+    def config_dirs(self, about: str = "more yaml files", **more: Any) -> None:
+        """Add `--config-dir`, which may be given several times."""
+        self.add_argument(
+            "--config-dir",
+            "-cd",
+            help=about,
+            **{"type": typed, **more},
+            action="append",
+            default=[],
+        )
