@@ -16,7 +16,7 @@ from harness.config.settings import WITHOUT_EFFECT, recorded_defaults
 from harness.prompts.facts import TOKENS, unanswered
 from harness.reports.rerun import command
 from harness.results.identity import PARTS, word
-from harness.results.records import LeftOut, Record, Reply, StoreError
+from harness.results.records import Record, Reply, StoreError
 from harness.results.run_folder import ERROR, StoredRun, load
 from harness.terminal.arguments import Parser
 from harness.terminal.notices import say, visible
@@ -36,8 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     width = shutil.get_terminal_size((120, 40)).columns
     run = load(options.run)
-    left_out: list[LeftOut] = [*run.failed, *run.skipped]
-    known = {record.id for record in run.records} | {example.id for example in left_out}
+    known = {example.id for example in (*run.records, *run.failed, *run.skipped)}
     if options.id and options.id not in known:
         raise StoreError(
             f"no example --id {options.id} in {run.folder}: without --id all are shown"
@@ -56,12 +55,10 @@ def show(run: StoredRun, options: Namespace, width: int) -> Iterator[str]:
         yield f"It failed: {' '.join(str(run.info.get('error')).split())} ({run.folder / ERROR} has the traceback)."
     if run.status in ("failed", "interrupted"):
         yield f"To finish it: {command(run)} {shlex.quote(f'results.root={run.folder.parent}')}"
-    for example in run.failed:
+    for example in (*run.failed, *run.skipped):
         if options.id in (None, example.id):
-            yield f"\n[{example.id}] {example.group}  failed: {example.error}"
-    for skipped in run.skipped:
-        if options.id in (None, skipped.id):
-            yield f"\n[{skipped.id}] {skipped.group}  left out: {skipped.skipped}"
+            became = "failed" if example.kind == "error" else "left out"
+            yield f"\n[{example.id}] {example.group}  {became}: {example.why}"
     chosen = [record for record in run.records if options.id in (None, record.id)]
     shown = chosen if options.all else chosen[:FIRST]
     for record in shown:

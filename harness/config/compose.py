@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -179,18 +179,18 @@ def search_path(config_dirs: Sequence[Path]) -> list[str]:
 def read(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """Split the arguments of `python -m harness` into flags with their values, the overrides in the form that Hydra
     takes, and those that choose and configure a launcher. Raise `SettingsError` for a wrong word."""
-    flags = [place for place, word in enumerate(arguments) if word.startswith("-")]
-    for place in flags:
-        flag, equals, value = arguments[place].partition("=")
+    flags, words, rest = list[str](), list[str](), iter(arguments)
+    for word in rest:
+        if not word.startswith("-"):
+            words.append(word)
+            continue
+        flag, equals, value = word.partition("=")
         if flag not in FLAGS:
-            value = value if equals else [*arguments, "VALUE"][place + 1]
+            value = value if equals else next(rest, "VALUE")
             raise SettingsError(
                 f"{flag} is no flag: write settings without dashes, as in {flag.lstrip('-')}={value}."
             )
-    values = [
-        place + 1 for place in flags if arguments[place] in VALUED and place + 1 < len(arguments)
-    ]
-    words = [word for place, word in enumerate(arguments) if place not in {*flags, *values}]
+        flags += [word, *islice(rest, word in VALUED)]
     of_hydra = [word for word in words if re.match(r"[+~]*hydra[./@]", word)]
     launcher = [
         word
@@ -206,11 +206,7 @@ def read(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     ready = for_hydra(
         own, config_dirs(arguments), sweep=any(flag in arguments for flag in SWEEP), runs=True
     )
-    return (
-        [arguments[place] for place in sorted({*flags, *values})],
-        ready,
-        [] if f"{LAUNCHER}=basic" in launcher else launcher,
-    )
+    return flags, ready, [] if f"{LAUNCHER}=basic" in launcher else launcher
 
 
 def for_hydra(

@@ -15,7 +15,6 @@ from json import JSONDecodeError
 from os.path import isfile
 from pathlib import Path
 from types import FrameType
-from typing import ParamSpec
 
 import yaml
 
@@ -27,7 +26,6 @@ from harness.terminal.stopping import Stoppable
 ROOT = Path(__file__).resolve().parents[2]
 SHOWN = 60  # characters of a text that cannot be read
 PACKAGES = ("evals", "harness", "kernels", "methods")
-P = ParamSpec("P")
 Main = Callable[..., int | None]
 
 
@@ -96,33 +94,22 @@ def one_sentence(error: BaseException) -> str:
     )
 
 
-def explained(work: Callable[P, int | None]) -> Callable[P, int]:
-    """Wrap a command so that it returns an exit code and prints an error as one sentence. The code
-    is 2 for an error that the user can fix, 1 for any other, and otherwise what `work` returns
-    (None counts as 0)."""
-
-    @wraps(work)
-    def coded(*args: P.args, **kwargs: P.kwargs) -> int:
-        try:
-            return work(*args, **kwargs) or 0
-        except Exception as error:
-            complain(one_sentence(error))
-            return 2 if is_known(error) else 1
-
-    return coded
-
-
 def as_command(go_on: str = "the same command begins anew") -> Callable[[Main], Callable[..., int]]:
     """Make a function the `main` of a command: an error is printed as one sentence, a signal such
     as Ctrl-C ends it in order and prints `go_on`, output that nobody reads does not stop it, and it
-    returns an exit code."""
+    returns an exit code: 2 for an error that the user can fix, 1 for any other, and otherwise what the function
+    returns (None counts as 0)."""
 
     def decorated(main: Main) -> Callable[..., int]:
         @wraps(main)
         def command(*arguments: object) -> int:
             code = 0
             with lasting_output(), Stoppable(go_on) as stop:
-                code = explained(main)(*arguments)
+                try:
+                    code = main(*arguments) or 0
+                except Exception as error:
+                    complain(one_sentence(error))
+                    code = 2 if is_known(error) else 1
             return stop.code or code
 
         return command

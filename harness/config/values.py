@@ -7,9 +7,10 @@ The same checks serve a run, a server (harness.serve) and a simulation.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import cache
+from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -40,22 +41,21 @@ class Range:
     below: float | None = None
     hint: str = ""
 
+    @property
+    def _ends(self) -> list[tuple[str, Callable[[float, float], bool], float]]:
+        every = [
+            ("at least", ge, self.least),
+            ("above", gt, self.above),
+            ("at most", le, self.most),
+            ("below", lt, self.below),
+        ]
+        return [(word, holds, end) for word, holds, end in every if end is not None]
+
     def holds(self, value: float) -> bool:
-        return (
-            (self.least is None or value >= self.least)
-            and (self.above is None or value > self.above)
-            and (self.most is None or value <= self.most)
-            and (self.below is None or value < self.below)
-        )
+        return all(holds(value, end) for _, holds, end in self._ends)
 
     def __str__(self) -> str:
-        ends = {
-            "at least": self.least,
-            "above": self.above,
-            "at most": self.most,
-            "below": self.below,
-        }
-        named = " and ".join(f"{word} {end}" for word, end in ends.items() if end is not None)
+        named = " and ".join(f"{word} {end}" for word, _, end in self._ends)
         return f"{named}, {self.hint}" if self.hint else named
 
 

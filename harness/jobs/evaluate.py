@@ -35,7 +35,7 @@ from harness.jobs.runner import Runner
 from harness.models.base import LoadedModel, ModelSource
 from harness.results.compared import averages
 from harness.results.provenance import provenance
-from harness.results.records import FailedExample, Record
+from harness.results.records import LeftOut, Record
 from harness.results.run_folder import SETTINGS, Run, StoredRun
 from harness.terminal.notices import lasting_output, say_once, warn
 from harness.terminal.progress import announce, progress
@@ -237,7 +237,7 @@ class _OpenRun(Run):
 
     def answers(
         self, items: Iterable[PreparedExample], prefilled: dict[str, Prefilled] | None = None
-    ) -> Iterator[Record | FailedExample]:
+    ) -> Iterator[Record | LeftOut]:
         """Run `items` and yield their records as they end, each after it has been written to disk.
         `prefilled`: prompts that have been prefilled already, by the example's id."""
         for answer in self.runner.answers(items, prefilled):
@@ -254,13 +254,13 @@ class _OpenRun(Run):
             else:
                 yield record
 
-    def give_up(self, failed: Failed) -> FailedExample:
+    def give_up(self, failed: Failed) -> LeftOut:
         """Record that an example failed, and return that record. Raise its error, which ends the
         run, if as many as FAILED_BATCHES batches have failed and none has an answer."""
         example, error, label = failed.item.example, failed.error, self.job.label
         why = f"{type(error).__name__}: {sentence(error)}{f' ({line})' if (line := own_line(error)) else ''}"
         tokens = sum(len(turn.prompt.ids) for turn in failed.item.turns)
-        record = FailedExample(example.id, example.group, failed.item.sha256, tokens, why)
+        record = LeftOut(example.id, example.group, failed.item.sha256, tokens, "error", why)
         self.note(**self.runner.notes)
         self.append_failed(record)
         self.tried.add(example.id)
@@ -281,7 +281,7 @@ class _OpenRun(Run):
             return
         self.info["averages"] = averages(self.job.task, self.records())
         self.close("complete")
-        refused = sum(isinstance(example, FailedExample) for example in self.job.prompts.left_out)
+        refused = sum(example.kind == "error" for example in self.job.prompts.left_out)
         if failed := len(self.tried) + refused:
             warn(
                 f"{self.job.label}: complete with {failed} failed; the same command tries them again."
@@ -310,9 +310,7 @@ def _failing(*runs: _OpenRun) -> Iterator[None]:
         runs[0].on_error(error)
 
 
-def _run_alone(
-    run: _OpenRun, pending: Sequence[PreparedExample]
-) -> Iterator[Record | FailedExample]:
+def _run_alone(run: _OpenRun, pending: Sequence[PreparedExample]) -> Iterator[Record | LeftOut]:
     if not run.failed:
         with _failing(run):
             run.runner.warm_up(pending)
@@ -321,7 +319,7 @@ def _run_alone(
 
 def _share_prefills(
     runs: Sequence[_OpenRun], pending: Sequence[PreparedExample]
-) -> Iterator[Record | FailedExample]:
+) -> Iterator[Record | LeftOut]:
     """Run `pending` for several runs under `shared_prefill=true`, and yield one record per example,
     of whichever run. Each context is prefilled once for all runs that lack an example on it; then
     the runs answer one after the other, and each run's caches are dropped when it has answered."""
@@ -341,7 +339,7 @@ def _share_prefills(
             asking = [run for run in started if any(map(run.lacks, items))]
             with _failing(*asking):
                 _prefill(asking, items, prefilled)
-        records: dict[str, Record | FailedExample] = {}
+        records: dict[str, Record | LeftOut] = {}
         for run in started:
             with _failing(run):
                 lacking = [item for items in batch for item in items if run.lacks(item)]

@@ -29,7 +29,7 @@ from harness.prompts.prompt_lint import Finding, lint
 from harness.prompts.teacher import choices_ids, forced_ids
 from harness.prompts.thinking import HARMONY, KINDS, SPACE, ThinkingTokenizer, Thought, divided
 from harness.results.files import canonical
-from harness.results.records import FailedExample, SkippedExample
+from harness.results.records import LeftOut
 from harness.terminal.notices import alike, say_once
 
 SHORTER = (
@@ -191,29 +191,17 @@ class LintError(ValueError):
     ...)."""
 
 
-def _task_env(settings: Settings, tokenizer: Tokenizer, window: int) -> TaskEnv:
-    tools = Tools(tokenizer, settings.chat, settings.template_kwargs or {})  # type: ignore[arg-type]
-    root = settings.data.folder()
-    return TaskEnv(
-        text=tools,
-        seed=settings.seed,
-        data_root=root,
-        cache_dir=cache_root() / "tasks",
-        window=window,
-    )
-
-
 class Prompts(NamedTuple):
     """The examples of a task that have a prompt to run, and those that have none: too long for the
     model's window (`too_long=skip`), or refused by the chat template."""
 
     items: Sequence[PreparedExample]
-    left_out: Sequence[FailedExample | SkippedExample] = ()
+    left_out: Sequence[LeftOut] = ()
 
     @property
     def any_too_long(self) -> bool:
         """True if an example was left out or cut because of the model's window."""
-        skipped = any(isinstance(example, SkippedExample) for example in self.left_out)
+        skipped = any(example.kind == "skipped" for example in self.left_out)
         return skipped or any(item.prompt.cut for item in self.items)
 
 
@@ -226,9 +214,17 @@ def prompts_of(task: Task, source: ModelSource, settings: Settings) -> Prompts:
     """Return all examples of `task`, with the prompts that the model of `source` gets, and print
     how many are left out. Raise `LintError` for the first prompt with an error."""
     info, tokenizer = source.describe(), _asked(source.tokenizer(), settings)
-    check_keywords(tokenizer, settings.template_kwargs or {})
+    keywords = settings.template_kwargs or {}
+    check_keywords(tokenizer, keywords)
+    env = TaskEnv(
+        text=Tools(tokenizer, settings.chat, keywords),  # type: ignore[arg-type]
+        seed=settings.seed,
+        data_root=settings.data.folder(),
+        cache_dir=cache_root() / "tasks",
+        window=info.limit,
+    )
     with plugins.naming("task", plugins.describe(task)):
-        examples = _told_apart(task, _task_env(settings, tokenizer, info.limit))
+        examples = _told_apart(task, env)
         prompts = itemised(examples, tokenizer, settings, info.limit, info.limit_because)
     count = len(prompts.items) + len(prompts.left_out)
     for why, times in alike([example.why for example in prompts.left_out]):
@@ -292,7 +288,7 @@ def itemised(
     whose prompt the chat template refuses is left out; raise its `PromptError` if the template
     refuses the first few, or all."""
     items = list[PreparedExample]()
-    left_out = list[FailedExample | SkippedExample]()
+    left_out = list[LeftOut]()
     side = settings.too_long
     make = partial(_item, tokenizer=tokenizer, settings=settings, window=window, because=because)
     refusal: PromptError | None = None
@@ -305,17 +301,22 @@ def itemised(
                 else _fitted(item, make, side, window)
             )
         except PromptError as error:
-            left_out.append(
-                FailedExample(example.id, example.group, "", 0, f"{type(error).__name__}: {error}")
-            )
+            why = f"{type(error).__name__}: {error}"
+            left_out.append(LeftOut(example.id, example.group, "", 0, "error", why))
             if not items and len(left_out) == REFUSED:
                 raise
             refusal = error
             continue
         if shorter is None:
-            left_out.append(_skipped(item, side, f"{window}{because}"))
+            tokens = sum(len(turn.prompt.ids) for turn in item.turns)
+            why = f"prompt and answer take {item.needed} tokens, and the model's window has {window}{because}"
+            why += (
+                "" if side == "skip" else "; too_long cuts the context, which is too short for that"
+            )
+            left_out.append(LeftOut(example.id, example.group, item.sha256, tokens, "skipped", why))
             continue
-        _refuse(shorter)
+        if errors := [finding for finding in shorter.findings if finding.level == "error"]:
+            raise LintError(f"Example {example.id}: {errors[0].message}")
         items.extend(_samples(shorter, settings.generation.samples))
     if not items:
         advice = "The task has no examples: see its parameters with `python -m harness.list`."
@@ -379,13 +380,6 @@ def _cut_alike(
         return _fitted(make(item.example, cut=cut), make, side, window) or item
 
     return list(map(alike_cut, items))
-
-
-def _skipped(item: PreparedExample, side: str, window: str) -> SkippedExample:
-    tokens = sum(len(turn.prompt.ids) for turn in item.turns)
-    why = f"prompt and answer take {item.needed} tokens, and the model's window has {window}"
-    why += "" if side == "skip" else "; too_long cuts the context, which is too short for that"
-    return SkippedExample(item.example.id, item.example.group, item.sha256, tokens, why)
 
 
 def _item(
@@ -475,10 +469,3 @@ def _thought(
         left = max(left, room // 2)
     most = max(1, min(most, left)) if settings.thinking == "on" else int(settings.thinking)
     return replace(thought, most=most)
-
-
-def _refuse(item: PreparedExample) -> None:
-    """Raise `LintError` if the checks found an error in this prompt."""
-    for finding in item.findings:
-        if finding.level == "error":
-            raise LintError(f"Example {item.example.id}: {finding.message}")

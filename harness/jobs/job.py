@@ -30,7 +30,7 @@ from harness.prompts.repeating import repeat_prompts
 from harness.results.compared import averages
 from harness.results.files import writing
 from harness.results.identity import identity
-from harness.results.records import FailedExample, Record, StoreError
+from harness.results.records import LeftOut, Record, StoreError
 from harness.results.run_folder import INFO, Run, StoredRun, read_records
 from harness.results.run_folder import load as load_run
 from harness.results.summary import summary_of, write_summary
@@ -251,7 +251,7 @@ class Job:
         """Return True if the folder has a record of every example."""
         return (self.folder / INFO).is_file() and self._has_all(read_records(self.folder))
 
-    def _has_all(self, records: Sequence[Record | FailedExample]) -> bool:
+    def _has_all(self, records: Sequence[Record | LeftOut]) -> bool:
         return {record.id for record in records} >= {item.example.id for item in self.items}
 
     def stored(self, full: StoredRun | None = None) -> StoredRun:

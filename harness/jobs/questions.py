@@ -22,7 +22,7 @@ from harness.engine.graph import CaptureBroke
 from harness.engine.saved_state import Snapshot
 from harness.jobs.examples import PreparedExample
 from harness.jobs.facts import PEAKS
-from harness.jobs.histories import Histories, Talk
+from harness.jobs.histories import Histories
 from harness.jobs.likelihood import Likelihood
 from harness.jobs.prefill import Prefilled, Usage, larger
 from harness.models.devices import wait_for
@@ -163,13 +163,13 @@ class ContextSession:
         # the cache before the answer, where a given reply takes its place
         self._unanswered: Snapshot | None = None
         self.asked = items[0]  # the example that is asked, or was last
-        self.talk: Talk
+        self.talk: Any  # a conversation
         self.transcript: Transcript
 
     @property
     def answered(self) -> bool:
         """Return True if all turns of the current example have been answered."""
-        return self.talk.over
+        return bool(self.talk.over)
 
     @property
     def waiting(self) -> list[PreparedExample]:

@@ -13,7 +13,7 @@ from evals.stats import ALPHA
 from harness.config.settings import ALIGNED, TUNING_SEED
 from harness.results.compared import FULL, mean_score, paired
 from harness.results.facts import FACTS
-from harness.results.records import FailedExample, Record, SkippedExample
+from harness.results.records import LeftOut, Record
 from harness.results.run_folder import StoredRun
 from harness.terminal.notices import alike
 from methods.tiers.tier import DEVICE, TIERS, bytes_key
@@ -265,17 +265,17 @@ def warnings(
     full: Sequence[Record] | None,
     *,
     info: Mapping[str, Any],
-    failed: Sequence[FailedExample] = (),
-    skipped: Sequence[SkippedExample] = (),
+    failed: Sequence[LeftOut] = (),
+    skipped: Sequence[LeftOut] = (),
 ) -> Iterator[str]:
     """Yield sentences that a reader must know before believing a run's numbers, found in its own
     records. `full`: the records of the Full that it is compared with; `info`: run.json."""
     n, chance = len(records), info.get("task_info", {}).get("chance", 0.0)
     yield from info.get("cautions", ())
     asked = n + len(failed) + len(skipped)
-    for reason, count in alike([example.skipped for example in skipped]):
+    for reason, count in alike([example.why for example in skipped]):
         yield f"{count} of {asked} examples left out, in Full's run as well: {reason}"
-    for reason, count in alike([example.error for example in failed]):
+    for reason, count in alike([example.why for example in failed]):
         yield f"{count} of {asked} examples failed and count nowhere; the same command tries them again: {reason}"
     if not records:
         yield "no example was run"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from itertools import accumulate, pairwise
 from statistics import fmean
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, TypeVar
 
 from harness.results.fact import mean
 from harness.results.facts import FACTS, facts_of, over_turns
@@ -173,48 +173,34 @@ class Record(Reply):
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """The line of an example that has no answer."""
+    """The line of an example that has no answer, and why. One that failed (`error`) is tried again the next time
+    that the run is started; one that is too long for the model's window (`skipped`), as the setting `too_long` asks
+    for, is not."""
 
     id: str
     group: str
     prompt_sha256: str
     prompt_tokens: int  # of all its turns
+    kind: Literal["error", "skipped"]
+    why: str  # the error's class and message, or by how much it is too long
 
     def to_json(self) -> str:
         """Return the line as JSON, without a newline."""
-        return json.dumps(asdict(self), ensure_ascii=False, separators=(",", ":"))
+        plain = asdict(self)
+        plain[plain.pop("kind")] = plain.pop("why")
+        return json.dumps(plain, ensure_ascii=False, separators=(",", ":"))
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any], where: str) -> Self:
+    def from_plain(cls, plain: Mapping[str, Any], where: str) -> LeftOut:
         """Return the example that a line of examples.jsonl holds. Raise `RecordError`, whose
         message begins with `where`, if a key is missing."""
-        if missing := [field.name for field in fields(cls) if field.name not in plain]:
-            raise RecordError(f"{where}: no {missing[0]}; no run of the harness wrote this line")
-        return cls(**{field.name: plain[field.name] for field in fields(cls)})
-
-
-@dataclass(frozen=True, slots=True)
-class FailedExample(LeftOut):
-    """The line of an example that failed. The next time that the run is started, the example is
-    tried again."""
-
-    error: str  # its class and message
-
-    @property
-    def why(self) -> str:
-        return self.error
-
-
-@dataclass(frozen=True, slots=True)
-class SkippedExample(LeftOut):
-    """The line of an example that is too long for the model's window and was left out, as the
-    setting `too_long` asks for. It is not tried again."""
-
-    skipped: str  # by how much it is too long
-
-    @property
-    def why(self) -> str:
-        return self.skipped
+        kind: Any = "error" if "error" in plain else "skipped"
+        try:
+            return cls(*(plain[key] for key in (*HEAD, "prompt_tokens")), kind, plain[kind])
+        except KeyError as error:
+            raise RecordError(
+                f"{where}: no {error.args[0]}; no run of the harness wrote this line"
+            ) from error
 
 
 def made(kind: type[Kind], values: Mapping[str, Any]) -> Kind:

@@ -25,7 +25,7 @@ from harness.results import files
 from harness.results.compared import averages
 from harness.results.lock import FolderInUse, FolderLock, is_locked
 from harness.results.provenance import load_average, now
-from harness.results.records import FailedExample, LeftOut, Record, SkippedExample, StoreError
+from harness.results.records import LeftOut, Record, StoreError
 from harness.terminal.stopping import whole
 from kernels.temporary import remove_abandoned
 
@@ -266,8 +266,8 @@ class StoredRun:
     # of a run that a command has just made or found complete
     summary: dict[str, Any] = field(default_factory=dict)
     full_folder: Path | None = None  # of the Full that such a summary holds it against
-    failed: Sequence[FailedExample] = ()
-    skipped: Sequence[SkippedExample] = ()
+    failed: Sequence[LeftOut] = ()
+    skipped: Sequence[LeftOut] = ()
 
     @property
     def scorer(self) -> str:
@@ -386,17 +386,16 @@ def read_records(folder: Path) -> list[Record]:
     return _read_examples(folder)[0]
 
 
-def _read_examples(folder: Path) -> tuple[list[Record], list[FailedExample], list[SkippedExample]]:
+def _read_examples(folder: Path) -> tuple[list[Record], list[LeftOut], list[LeftOut]]:
     """Return the records, for each example that failed and has no record its last failure, and the
     examples that were skipped."""
     records = dict[str, Record]()
-    failed = dict[str, FailedExample]()
-    skipped = dict[str, SkippedExample]()
+    failed = dict[str, LeftOut]()
+    skipped = dict[str, LeftOut]()
     for where, plain in files.read_lines(folder / EXAMPLES):
-        if "error" in plain:
-            failed[plain.get("id", "")] = FailedExample.from_plain(plain, where)
-        elif "skipped" in plain:
-            skipped[plain.get("id", "")] = SkippedExample.from_plain(plain, where)
+        if "error" in plain or "skipped" in plain:
+            example = LeftOut.from_plain(plain, where)
+            (failed if example.kind == "error" else skipped)[example.id] = example
         else:
             record = Record.from_plain(plain, where)
             records.setdefault(record.id, record)

@@ -29,7 +29,7 @@ from harness.results.compared import FULL, for_statistics, group_means, mean_sco
 from harness.results.fact import mean
 from harness.results.facts import in_section, of_turn
 from harness.results.identity import model_name, word
-from harness.results.records import FailedExample, Record, Reply, SkippedExample, StoreError
+from harness.results.records import LeftOut, Record, Reply, StoreError
 from harness.results.run_folder import INFO, SUMMARY, StoredRun, given, load
 from harness.terminal.tables import percent
 from methods.tiers.tier import DEVICE
@@ -52,8 +52,8 @@ def summarise(
     config: Mapping[str, Any],
     info: Mapping[str, Any],
     full: Sequence[Record] | None,
-    failed: Sequence[FailedExample] = (),
-    skipped: Sequence[SkippedExample] = (),
+    failed: Sequence[LeftOut] = (),
+    skipped: Sequence[LeftOut] = (),
 ) -> dict[str, Any]:
     """Return the row of a run as nested values: scores from 0 to 1, seconds, bytes. `info` is
     run.json; `full`: the records of the run of Full that it is compared with.

@@ -89,7 +89,7 @@ def test_one_example_that_fails_does_not_end_a_run(
     monkeypatch.setattr(Moody, "at", {1: phase})
     finished = run(tmp_path, shared_prefill=shared)
     assert names(finished) == (sorted([ids[0], *ids[2:]]), [ids[1]])
-    assert finished.failed[0].error.startswith("ValueError: not today (")  # and the line of the method's own
+    assert finished.failed[0].why.startswith("ValueError: not today (")  # and the line of the method's own
     assert [line["id"] for line in lines(finished.folder) if "error" in line] == [ids[1]]
     assert (finished.status, finished.summary["num_examples"], finished.summary["num_failed"]) == ("complete", 3, 1)
     assert {one.id: one.tokens for one in finished.records} == {
@@ -231,7 +231,7 @@ class Picky(Niah):
 
 def test_an_answer_that_cannot_be_scored_fails_its_example(tmp_path: Path) -> None:
     finished = evaluate(Streaming(), Picky(**vars(niah())), MODEL, settings(tmp_path))
-    assert [failed.error.partition(":")[0] for failed in finished.failed] == ["RecordError", "KeyError"]
+    assert [failed.why.partition(":")[0] for failed in finished.failed] == ["RecordError", "KeyError"]
     assert (finished.status, len(finished.records)) == ("complete", 2)
 
 
@@ -247,7 +247,7 @@ def test_an_example_for_which_memory_does_not_suffice_fails_alone(
     monkeypatch.setattr(Moody, "error", error)
     finished = run(tmp_path, shared_prefill=shared)
     assert (finished.status, len(finished.records), len(finished.failed)) == ("complete", 3, 1)
-    assert "Out of memory" in finished.failed[0].error
+    assert "Out of memory" in finished.failed[0].why
 
 
 @pytest.mark.parametrize(("phase", "shared"), [("start", False), ("seal", False), ("decode", False), ("seal", True)])
@@ -399,7 +399,7 @@ def test_a_nan_in_a_weight_ends_a_run_by_layer_and_weight(
     with pytest.raises(NotFiniteError, match=r"layer 1 .*fp32.*mlp\.up_proj\.weight"):
         evaluate(Full(), niah(), model, settings(tmp_path / "runs", **changes))
     (folder,) = (tmp_path / "runs").iterdir()
-    assert [len(failed.error) > 50 for failed in load(folder).failed] == [True] * 3
+    assert [len(failed.why) > 50 for failed in load(folder).failed] == [True] * 3
 
 
 def test_a_step_of_a_method_that_stops_being_finite_is_found_by_its_layer() -> None:

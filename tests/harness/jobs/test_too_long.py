@@ -83,7 +83,7 @@ def test_one_long_document_does_not_refuse_the_others(
         lines = {record.id: record for record in run.records}
         if too_long == "skip":
             assert (lines.keys(), [skipped.id for skipped in run.skipped]) == (ids - {"mine-2"}, ["mine-2"])
-            assert f"and the model's window has {WINDOW}" in run.skipped[0].skipped
+            assert f"and the model's window has {WINDOW}" in run.skipped[0].why
         else:
             assert (lines.keys(), run.skipped) == (ids, [])
             assert lines["mine-2"].prompt_tokens + 8 == WINDOW
@@ -253,7 +253,7 @@ def test_a_prompt_that_the_template_refuses_fails_alone(
         ["0", "2"],
         ["1"],
     )
-    assert finished.failed[0].error.startswith("PromptError: The chat template refuses this prompt (not this)")
+    assert finished.failed[0].why.startswith("PromptError: The chat template refuses this prompt (not this)")
     assert (finished.status, finished.info["num_expected"], finished.summary["num_failed"]) == ("complete", 3, 1)
     assert "complete with 1 failed" in capsys.readouterr().err
     again = evaluate(Streaming(), task, model, wanted)
