@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2 if len(done) < len(runs) else 0
 
 
-def rescore(run: StoredRun, data_root: Path | None = None, config_dirs: Sequence[Path] = ()) -> str:
+def rescore(run: StoredRun, data_root: Path | None, config_dirs: Sequence[Path]) -> str:
     """Score the outputs of a finished run with today's scorer and write rescored.jsonl. Return a
     sentence on what changed. `data_root` replaces the folder of data sets that the run used;
     `config_dirs`: whose plug-ins and lm-eval tasks may be used beside those that come with the harness."""
@@ -92,18 +92,15 @@ def rescore(run: StoredRun, data_root: Path | None = None, config_dirs: Sequence
             raise StoreError(
                 f"{run.folder}: {record.id} has no such prompt today: task or data changed; run it again"
             )
-        answers = zip(item.example.turns, record.replies, strict=True)
-        pairs = [(task.score(turn, reply.output), reply) for turn, reply in answers]
-        scores = [
-            (0.0 if unanswered(reply) else score.value, score.details) for score, reply in pairs
-        ]
-        turns = [{"score": value, "details": dict(details)} for value, details in scores]
-        together = scored(scores) | {"turns": turns}
+        turns = list[dict[str, Any]]()
+        for turn, reply in zip(item.example.turns, record.replies, strict=True):
+            score = task.score(turn, reply.output)
+            value = 0.0 if unanswered(reply) else score.value
+            turns.append({"score": value, "details": dict(score.details)})
+        together = scored([(turn["score"], turn["details"]) for turn in turns]) | {"turns": turns}
         lines.append({"id": record.id} | (together if record.turns else turns[0]))
-    changed = sum(
-        record.score != line["score"] for record, line in zip(run.records, lines, strict=True)
-    )
     present = [record.rescored(line) for record, line in zip(run.records, lines, strict=True)]
+    changed = sum(new.score != old.score for new, old in zip(present, run.records, strict=True))
     first, mean = mean_score(run.records), mean_score(present)
     section = {
         "first": {"task_version": run.info.get("task_info", {}).get("version"), "mean": first},

@@ -36,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     width = shutil.get_terminal_size((120, 40)).columns
     run = load(options.run)
-    known = {example.id for example in (*run.records, *run.failed, *run.skipped)}
+    known = {record.id for record in run.records}
+    known |= {example.id for example in (*run.failed, *run.skipped)}
     if options.id and options.id not in known:
         raise StoreError(
             f"no example --id {options.id} in {run.folder}: without --id all are shown"

@@ -13,7 +13,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -85,13 +85,11 @@ def composed(words: Sequence[str], config_dirs: Sequence[Path] = ()) -> dict[str
 def compose_one(words: Sequence[str], config_dirs: Sequence[Path] = ()) -> Composed:
     """Return the one job that `python -m harness WORDS` would run. Raise `SettingsError` for a
     wrong word."""
-    ready = [*search_path(config_dirs), *for_hydra(words, config_dirs)]
     try:
-        with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-            config = compose("config", overrides=ready, return_hydra_config=True)
+        jobs = compose_all([*search_path(config_dirs), *for_hydra(words, config_dirs)])
     except HydraException as error:
         raise SettingsError(explain(error)) from error
-    return with_own_parameters([taken(config, config.hydra)], config_dirs)[0]
+    return with_own_parameters(jobs, config_dirs)[0]
 
 
 def compose_all(words: Sequence[str], sweep: bool = False) -> list[Composed]:

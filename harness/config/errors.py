@@ -37,13 +37,12 @@ def is_known(error: BaseException) -> bool:
     return isinstance(error, kinds) or is_hydras or is_memory(error)
 
 
-def sentence(error: BaseException, data_root: str = "data.root=FOLDER") -> str:
-    """Return the text that is printed in place of a traceback. `data_root`: how this command spells
-    the setting that names the folder of data sets."""
-    return visible(_sentence(error, data_root))
+def sentence(error: BaseException) -> str:
+    """Return the text that is printed in place of a traceback."""
+    return visible(_sentence(error))
 
 
-def _sentence(error: BaseException, data_root: str) -> str:
+def _sentence(error: BaseException) -> str:
     if is_memory(error):
         return (
             f"Out of memory ({str(error).splitlines()[0] if str(error) else 'host'}): use shorter lengths, a smaller "
@@ -71,8 +70,8 @@ def _sentence(error: BaseException, data_root: str) -> str:
         return f"{place} cannot be read ({reason}): correct the file, or drop the row."
     text = " ".join(str(error).split())
     if isinstance(error, MissingData):
-        return f"{text}, then add {data_root.replace('FOLDER', 'DATA')}. `task=niah` needs no data."
-    return text.replace(NO_DATA_ROOT, f"(none is set: {data_root} names one)")
+        return f"{text}, then add data.root=DATA. `task=niah` needs no data."
+    return text.replace(NO_DATA_ROOT, "(none is set: data.root=FOLDER names one)")
 
 
 def one_sentence(error: BaseException) -> str:

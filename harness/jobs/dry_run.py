@@ -24,7 +24,7 @@ def show(job: Job) -> None:
         cut = text if len(text) <= HEAD + TAIL else f"{text[:HEAD]} [...] {text[-TAIL:]}"
         head = f"--- {item.example.id}: {len(item.prompt.ids)} tokens, expects {item.example.references}"
         say(f"{head}\n{cut}\n")
-    lengths = [sum(len(turn.prompt.ids) for turn in item.turns) for item in job.items]
+    lengths = [item.prompt_tokens for item in job.items]
     contexts = list(by_context(job.items))
     thoughts = [turn.thought.most or 0 for item in job.items for turn in item.turns if turn.thought]
     info = job.model.describe()

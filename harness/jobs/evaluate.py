@@ -36,7 +36,7 @@ from harness.models.base import LoadedModel, ModelSource
 from harness.results.compared import averages
 from harness.results.provenance import provenance
 from harness.results.records import LeftOut, Record
-from harness.results.run_folder import SETTINGS, Run, StoredRun
+from harness.results.run_folder import SETTINGS, Run, StoredRun, read_records
 from harness.terminal.notices import lasting_output, say_once, warn
 from harness.terminal.progress import announce, progress
 from methods.base import AttnInput, KVLayer, LayerSpec, Method, refuse_other_than_method
@@ -167,7 +167,7 @@ def _generate(runs: Sequence[_OpenRun]) -> None:
         pending = [item for item in first.items if any(run.lacks(item) for run in runs)]
         # these last
         pending.sort(key=lambda item: any(item.example.id in run.failed_before for run in runs))
-        tokens = [sum(len(turn.prompt.ids) for turn in item.turns) for item in pending]
+        tokens = [item.prompt_tokens for item in pending]
         label = first.label if len(runs) == 1 else f"{first.label.split()[0]}, {len(runs)} jobs"
         records = (
             _share_prefills(runs, pending)
@@ -259,8 +259,8 @@ class _OpenRun(Run):
         run, if as many as FAILED_BATCHES batches have failed and none has an answer."""
         example, error, label = failed.item.example, failed.error, self.job.label
         why = f"{type(error).__name__}: {sentence(error)}{f' ({line})' if (line := own_line(error)) else ''}"
-        tokens = sum(len(turn.prompt.ids) for turn in failed.item.turns)
-        record = LeftOut(example.id, example.group, failed.item.sha256, tokens, "error", why)
+        item = failed.item
+        record = LeftOut(example.id, example.group, item.sha256, item.prompt_tokens, "error", why)
         self.note(**self.runner.notes)
         self.append_failed(record)
         self.tried.add(example.id)
@@ -279,7 +279,7 @@ class _OpenRun(Run):
             self.fail(self.last_error)
             self.on_error(self.last_error)
             return
-        self.info["averages"] = averages(self.job.task, self.records())
+        self.info["averages"] = averages(self.job.task, read_records(self.folder))
         self.close("complete")
         refused = sum(example.kind == "error" for example in self.job.prompts.left_out)
         if failed := len(self.tried) + refused:
@@ -327,11 +327,7 @@ def _share_prefills(
     if not started:
         return
     settings, stage = started[0].job.settings, started[0].runner.engine.attachment.stage
-    contexts = (
-        list(by_context(pending, stage))
-        if settings.questions == "shared"
-        else [[item] for item in pending]
-    )
+    contexts = list(by_context(pending, stage, shared=settings.questions == "shared"))
     for start in range(0, len(contexts), settings.batch):
         batch = contexts[start : start + settings.batch]
         prefilled: dict[_OpenRun, dict[str, Prefilled]] = {run: {} for run in started}

@@ -93,6 +93,11 @@ class PreparedExample:
         return self.new_tokens - (self.thought.room if self.thought else 0)
 
     @property
+    def prompt_tokens(self) -> int:
+        """The tokens of the prompts of all turns."""
+        return sum(len(turn.prompt.ids) for turn in self.turns)
+
+    @property
     def tokens(self) -> int:
         """The most tokens that this turn's prompt and answer have together."""
         return len(self.prompt.ids) + self.new_tokens
@@ -163,10 +168,14 @@ def blank(tokens: int, new_tokens: int) -> PreparedExample:
 
 
 def by_context(
-    items: Iterable[PreparedExample], stage: Callable[[int], int] = lambda tokens: 0
+    items: Iterable[PreparedExample],
+    stage: Callable[[int], int] = lambda tokens: 0,
+    *,
+    shared: bool = True,
 ) -> Iterator[list[PreparedExample]]:
     """Yield lists of examples with the same context, in the order in which the contexts first
-    occur. An example without a question after its context is a list by itself.
+    occur. An example without a question after its context is a list by itself, and so is every one unless prefills
+    are `shared`.
 
     `stage` maps a prompt length to a number; prompts with different numbers are kept apart, because
     the model rotates them with different frequencies (as with long and short RoPE factors).
@@ -175,7 +184,7 @@ def by_context(
     for item in items:
         ids, split = item.prompt.ids, item.prompt.split
         # without a question there is one prompt
-        key = ids[:split] if split < len(ids) else (item.example.id,)
+        key = ids[:split] if shared and split < len(ids) else (item.example.id,)
         groups.setdefault((*key, stage(len(ids))), []).append(item)
     yield from groups.values()
 
@@ -308,12 +317,13 @@ def itemised(
             refusal = error
             continue
         if shorter is None:
-            tokens = sum(len(turn.prompt.ids) for turn in item.turns)
             why = f"prompt and answer take {item.needed} tokens, and the model's window has {window}{because}"
             why += (
                 "" if side == "skip" else "; too_long cuts the context, which is too short for that"
             )
-            left_out.append(LeftOut(example.id, example.group, item.sha256, tokens, "skipped", why))
+            left_out.append(
+                LeftOut(example.id, example.group, item.sha256, item.prompt_tokens, "skipped", why)
+            )
             continue
         if errors := [finding for finding in shorter.findings if finding.level == "error"]:
             raise LintError(f"Example {example.id}: {errors[0].message}")

@@ -129,7 +129,7 @@ def needed_by(
     item: PreparedExample,
     count: int,
     *,
-    loaded: bool = False,
+    loaded: bool,
 ) -> MemoryForecast:
     """Forecast the peak bytes of `count` sequences like `item` that run together. `loaded`: the
     weights are in memory already and are not counted."""
@@ -142,7 +142,7 @@ def largest_batch(
     cache_spec: CacheSpec,
     item: PreparedExample,
     free: int | None,
-    free_host: int | None = None,
+    free_host: int | None,
     *,
     loaded: bool = False,
 ) -> tuple[int, str]:
@@ -158,7 +158,7 @@ def largest_batch(
     return most, ended(most + 1) or DEVICE
 
 
-def lacking(need: MemoryForecast, free: int | None, free_host: int | None = None) -> str | None:
+def lacking(need: MemoryForecast, free: int | None, free_host: int | None) -> str | None:
     """Return the tier that is too small for `need`, the device or the host; None if both suffice,
     or if their free bytes are unknown."""
     if free is not None and need.total > free:

@@ -172,12 +172,8 @@ class Runner:
         """Yield what each example gave, in the order in which they end. An example with choices
         gives one transcript per choice, because each choice runs as an example of its own
         (`PreparedExample.parts`)."""
-        shared = self.settings.questions == "shared"
-        groups = (
-            by_context(items, self.engine.attachment.stage)
-            if shared
-            else ([item] for item in items)
-        )
+        stage, shared = self.engine.attachment.stage, self.settings.questions == "shared"
+        groups = by_context(items, stage, shared=shared)
         side = SideBySide(
             RunningBatch(self.engine),
             self.settings.batch,

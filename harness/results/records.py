@@ -196,11 +196,12 @@ class LeftOut:
         message begins with `where`, if a key is missing."""
         kind: Any = "error" if "error" in plain else "skipped"
         try:
-            return cls(*(plain[key] for key in (*HEAD, "prompt_tokens")), kind, plain[kind])
+            given = {key: plain[key] for key in (*HEAD, "prompt_tokens", kind)}
         except KeyError as error:
             raise RecordError(
                 f"{where}: no {error.args[0]}; no run of the harness wrote this line"
             ) from error
+        return cls(kind=kind, why=given.pop(kind), **given)
 
 
 def made(kind: type[Kind], values: Mapping[str, Any]) -> Kind:

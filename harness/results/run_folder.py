@@ -23,22 +23,11 @@ from harness.config.plugins import build_recorded
 from harness.config.settings import Results, in_todays_words
 from harness.results import files
 from harness.results.compared import averages
-from harness.results.lock import FolderInUse, FolderLock, is_locked
+from harness.results.lock import FolderLock, is_locked
 from harness.results.provenance import load_average, now
 from harness.results.records import LeftOut, Record, StoreError
 from harness.terminal.stopping import whole
 from kernels.temporary import remove_abandoned
-
-__all__ = [
-    "FolderInUse",
-    "Run",
-    "StoreError",
-    "StoredRun",
-    "find",
-    "load",
-    "load_all",
-    "read_records",
-]
 
 INFO, CONFIG, EXAMPLES, RESCORED = "run.json", "config.yaml", "examples.jsonl", "rescored.jsonl"
 SUMMARY, ERROR = "summary.json", "error.txt"
@@ -154,9 +143,6 @@ class Run:
             self._begin()
         with whole():
             files.append_line(self.folder / EXAMPLES, line)
-
-    def records(self) -> list[Record]:
-        return read_records(self.folder)
 
     def note(self, **facts: Any) -> None:
         """Add facts to run.json, such as provenance, num_expected or backends."""

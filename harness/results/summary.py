@@ -102,9 +102,14 @@ def summarise(
 def _budget(
     records: Sequence[Record], config: Mapping[str, Any], info: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the budget that was asked for, and what was read."""
-    use = info.get("budget_use") or {}
-    return _asked(config) | {
+    """Return the budget that was asked for, as `asked` or as `bytes`, and what was read. `layers` is null: no setting
+    gives each layer a budget, but files and tables of results have the key."""
+    use, asked = info.get("budget_use") or {}, config.get("budget")
+    in_bytes = bytes_of(asked)
+    return {
+        "asked": None if in_bytes else asked,
+        "bytes": in_bytes,
+        "layers": None,
         "attended": _read(records, "attended_prompt") | _over_layers(records),
         "union": _read(records, "union_prompt"),
         "capped_share": mean([record["capped_share"] for record in records]),
@@ -134,14 +139,6 @@ def against(records: Sequence[Record], full: Sequence[Record] | None) -> dict[st
     return {"mean": mean, "diff": result.diff, "ci95": _ends(result.ci), "p": result.p}
 
 
-def _asked(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the budget that was asked for, as `asked` or as `bytes`. `layers` is null: no setting gives each layer
-    a budget, but files and tables of results have the key."""
-    budget = config.get("budget")
-    in_bytes = bytes_of(budget)
-    return {"asked": None if in_bytes else budget, "bytes": in_bytes, "layers": None}
-
-
 def _score(records: Sequence[Record], info: Mapping[str, Any]) -> dict[str, Any]:
     means = group_means(records)
     sizes = Counter(record.group for record in records)
@@ -168,9 +165,9 @@ def _not_kept(
     mean differs much from it, or if a prompt was read whole. Where heads read as many tokens as
     they need, the budget is an upper limit. None if it was kept, or is no share or number of the
     prompt's tokens."""
-    asked, rule = _asked(config)["asked"], config.get("budget_rule", "read")
+    asked, rule = config.get("budget"), config.get("budget_rule", "read")
     counts_answer = (info.get("budget_use") or {}).get("counts", "prompt") != "prompt"
-    if not asked or counts_answer or rule in ALIGNED:
+    if not asked or isinstance(asked, str) or counts_answer or rule in ALIGNED:
         return None
     is_share = isinstance(asked, float)
     tokens, share = _read(records, "attended_prompt").values()

@@ -15,6 +15,7 @@ from typing import TypeVar
 from harness.terminal.notices import visible
 
 WIDTH = 160  # characters of a table in a terminal
+LEFT = 60  # characters of the left of two aligned columns
 
 Known = TypeVar("Known")  # of a value that is known
 Scale = Sequence[tuple[float, str]]
@@ -199,9 +200,9 @@ def probability(p: float | None) -> str:
     return "<.001" if p < 0.001 else f"{p:.4f}" if f"{p:.3f}" == "0.050" else f"{p:.3f}"
 
 
-def aligned(rows: Iterable[tuple[str, str]], most: int = 60) -> list[str]:
-    """Return rows of two texts as lines with two aligned columns. A left text wider than `most`
+def aligned(rows: Iterable[tuple[str, str]]) -> list[str]:
+    """Return rows of two texts as lines with two aligned columns. A left text wider than LEFT
     shifts only its own right text."""
     rows = list(rows)
-    width = min(most, max((len(left) for left, _ in rows), default=0))
+    width = min(LEFT, max((len(left) for left, _ in rows), default=0))
     return [f"  {left:<{width}}  {right}".rstrip() for left, right in rows]

@@ -187,10 +187,15 @@ class Search:
         commit = str(git()["commit"] or "unknown")[:12]
         yield f"Model {info.name}{revision}, examples of seed {TUNING_SEED}, commit {commit}."
         name = (self.start.presets or {})["method"]
-        scores = ", ".join(
-            f"{self.changed(method) or name} {spelled(run)}" for method, run in held.items()
-        )
-        yield f"Held out, {len(self.held_out)} other examples: {scores}."
+        scores = list[str]()
+        for method, run in held.items():
+            groups, units = (
+                [getattr(record, key) for record in run.records] for key in ("group", "independent")
+            )
+            found = stats.interval([record.score for record in run.records], groups, units=units)
+            score = with_ci(mean_score(run.records), [found.low, found.high] if found else None)
+            scores.append(f"{self.changed(method) or name} {score}")
+        yield f"Held out, {len(self.held_out)} other examples: {', '.join(scores)}."
         if best != self.start.method:
             pairs = paired(held[best].records, held[self.start.method].records)
             beside = stats.paired(*for_statistics(pairs))
@@ -216,15 +221,6 @@ def rank(run: StoredRun, is_present: bool) -> tuple[float, ...]:
 
 def leave_out(error: Exception) -> None:
     warn(f"left out: {sentence(error)}")
-
-
-def spelled(run: StoredRun) -> str:
-    """Return the mean score with its interval, such as "40.0 [23, 59]"."""
-    groups, units = (
-        [getattr(record, key) for record in run.records] for key in ("group", "independent")
-    )
-    ends = stats.interval([record.score for record in run.records], groups, units=units)
-    return with_ci(mean_score(run.records), [ends.low, ends.high] if ends else None)
 
 
 def grids_of(start: Job, asked: Values) -> dict[str, tuple[Any, ...]]:

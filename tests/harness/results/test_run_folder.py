@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from harness.results.files import read_csv, read_json
-from harness.results.lock import is_locked
-from harness.results.records import RecordError
-from harness.results.run_folder import FolderInUse, Run, StoreError, find, load, read_records
+from harness.results.lock import FolderInUse, is_locked
+from harness.results.records import RecordError, StoreError
+from harness.results.run_folder import Run, find, load, read_records
 from tests.fake_records import config, record, rewrite, write_run
 
 ROOT = Path(__file__).parents[3]
