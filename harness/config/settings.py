@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
-from math import inf
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -130,10 +129,6 @@ class StoreSettings:
     def capacities(self) -> dict[str, int]:
         """The size of each tier in bytes."""
         return {tier: size(f"store.{tier}", getattr(self, tier)) for tier in (HOST, DISK)}
-
-    @property
-    def seconds_to_live(self) -> float:
-        return inf if self.ttl_s is None else self.ttl_s
 
 
 @dataclass

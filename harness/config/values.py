@@ -7,10 +7,9 @@ The same checks serve a run, a server (harness.serve) and a simulation.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import cache
-from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -24,6 +23,9 @@ from kernels import ops
 UNITS = {"": 1, "B": 1, **{f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)}}
 UNITS |= {f"{unit}iB": 1024**power for power, unit in enumerate("KMGT", 1)}
 _ORDERS = re.compile(r"\w+=\w+(,\w+)*(;\w+=\w+(,\w+)*)*")
+
+
+_hints = cache(get_type_hints)
 
 
 class SettingsError(ValueError):
@@ -41,21 +43,22 @@ class Range:
     below: float | None = None
     hint: str = ""
 
-    @property
-    def _ends(self) -> list[tuple[str, Callable[[float, float], bool], float]]:
-        every = [
-            ("at least", ge, self.least),
-            ("above", gt, self.above),
-            ("at most", le, self.most),
-            ("below", lt, self.below),
-        ]
-        return [(word, holds, end) for word, holds, end in every if end is not None]
-
     def holds(self, value: float) -> bool:
-        return all(holds(value, end) for _, holds, end in self._ends)
+        return (
+            (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
+        )
 
     def __str__(self) -> str:
-        named = " and ".join(f"{word} {end}" for word, _, end in self._ends)
+        ends = {
+            "at least": self.least,
+            "above": self.above,
+            "at most": self.most,
+            "below": self.below,
+        }
+        named = " and ".join(f"{word} {end}" for word, end in ends.items() if end is not None)
         return f"{named}, {self.hint}" if self.hint else named
 
 
@@ -98,11 +101,6 @@ def expand_paths(settings: Any, keys: Iterable[str]) -> None:
         owner = getattr(settings, section) if section else settings
         if (given := getattr(owner, name)) is not None and given.startswith("~"):
             setattr(owner, name, str(typed(given, f"{key}=")))
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
 
 
 def size(key: str, value: str | int) -> int:

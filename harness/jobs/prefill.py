@@ -10,6 +10,7 @@ and their speed cells stay empty.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -42,7 +43,10 @@ class Usage:
 
     def __enter__(self) -> Self:
         ops.forget_used()
-        self._knows_host = _reset_host()
+        self._knows_host = False
+        with suppress(OSError):  # then the record of this process's peak would include earlier work
+            _RESET.write_text("5")
+            self._knows_host = True
         if self.device.type == "cuda":
             for part in parts_of(self.device):
                 torch.cuda.reset_peak_memory_stats(part)
@@ -50,7 +54,10 @@ class Usage:
 
     def __exit__(self, *_: object) -> None:
         self.backends = ops.used_backends()
-        self.host_bytes = _host_peak() if self._knows_host else None
+        if self._knows_host:
+            lines = _STATUS.read_text().splitlines()
+            peak = next(line for line in lines if line.startswith("VmHWM:"))
+            self.host_bytes = int(peak.split()[1]) * 1024
         if self.device.type == "cuda":
             self.device_bytes = sum(map(torch.cuda.max_memory_allocated, parts_of(self.device)))
 
@@ -65,21 +72,6 @@ class Usage:
 def larger(one: int | None, other: int | None) -> int | None:
     """Return the larger of two numbers, ignoring None; None if both are."""
     return max((value for value in (one, other) if value is not None), default=None)
-
-
-def _reset_host() -> bool:
-    """Reset the kernel's record of this process's peak memory; return False if it cannot be reset,
-    so that the record would include earlier work."""
-    try:
-        _RESET.write_text("5")
-    except OSError:
-        return False
-    return True
-
-
-def _host_peak() -> int:
-    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
 
 
 class Prefilled(NamedTuple):

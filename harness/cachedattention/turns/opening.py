@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from harness.cachedattention.store.disk import HistoryError
@@ -90,7 +91,7 @@ def opened(
                 folder=temporary or (Path(wanted.folder) / run if wanted.folder else None),
                 policy=POLICIES[wanted.policy](),
                 block_tokens=BLOCK_TOKENS,
-                ttl_s=wanted.seconds_to_live,
+                ttl_s=inf if wanted.ttl_s is None else wanted.ttl_s,
                 on=str(attachment.model.device),
                 engine=attachment.engine,
                 threads=IO_THREADS,
