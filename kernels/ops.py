@@ -76,13 +76,13 @@ column_sums = Op(
     "column_sums",
     triton="kernels.gpu.prefill",
     cpu="kernels.cpu.prefill",
-    torch="kernels.column_sums",
+    torch="kernels.windowed",
 )
 prefill_attention_with_column_sums = Op(
     "prefill_attention_with_column_sums",
     triton="kernels.gpu.prefill",
     cpu="kernels.cpu.prefill",
-    torch="kernels.column_sums",
+    torch="kernels.windowed",
 )
 windowed_attention = Op(
     "windowed_attention",

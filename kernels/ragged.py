@@ -198,6 +198,13 @@ def filled(x: Tensor | Ragged) -> Tensor:
     return x.whole if isinstance(x, Ragged) else x
 
 
+def with_sizes(whole: Tensor, of: object, dim: int = 2) -> Tensor | Ragged:
+    """Return a result [B ...] that is as long in dimension `dim` as an argument `of`, of which each
+    sequence may have a number of its own (`Ragged`, `PerSequence`): then as `Ragged`."""
+    sizes = of.sizes if isinstance(of, Ragged) else of
+    return Ragged.filled_up(whole, sizes, dim) if isinstance(sizes, PerSequence) else whole
+
+
 def leading(x: Tensor | Ragged, count: int | PerSequence) -> Tensor:
     """Return the first `count` entries of each sequence's rows x [B ... S], as [B ... count], or as
     `Ragged` (a tensor per sequence) if the counts differ. The declared type is Tensor because the

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.per_sequence import CountedOnDevice, PerSequence
-from kernels.ragged import Ragged, by_sequence, filled
+from kernels.ragged import Ragged, by_sequence, filled, with_sizes
 from kernels.rope import rotate
+from kernels.windowed import windowed_attention
 
 
 class Segment(NamedTuple):
@@ -89,12 +90,7 @@ def without_missing(scores: Tensor, live: Tensor, value: float) -> Tensor:
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Compute causal attention of the last T of S tokens. q [B H T D], k, v [B G S D] ->
     [B H T D]"""
-    batch, heads, new, dim = q.shape
-    groups, stored = k.shape[1:3]
-    logits = q.view(batch, groups, -1, new, dim).float() @ k.unsqueeze(2).float().transpose(-1, -2)
-    future = torch.ones(new, stored, dtype=torch.bool, device=q.device).triu(stored - new + 1)
-    weights = (logits * scale).masked_fill(future, float("-inf")).softmax(-1)
-    return (weights @ v.unsqueeze(2).float()).view(batch, heads, new, dim).to(v.dtype)
+    return windowed_attention(q, k, v, scale, k.shape[2] - q.shape[2], k.shape[2])[0]
 
 
 @by_sequence
@@ -300,7 +296,7 @@ def live_scores(q: Tensor, x: Tensor | Ragged, live: Tensor) -> tuple[Tensor | R
     where n is left to the backend"""
     scores = without_missing(filled(ops.row_scores(q, x)), live, float("-inf"))
     tops = scores.amax(-1, keepdim=True)
-    return Ragged.filled_up(scores, x.sizes, 3) if isinstance(x, Ragged) else scores, tops
+    return with_sizes(scores, x, 3), tops
 
 
 def add_received(
@@ -328,8 +324,7 @@ def row_weights(
     live: only the first `live` rows of each sequence ([1] or [B], int64) count, as in
     `live_scores`; the others weigh nothing."""
     scores = ops.row_scores(q, x) if live is None else ops.live_scores(q, x, live)[0]
-    weights: Tensor | Ragged = ops.group_weights(scores, scale, reduce)
-    return weights
+    return ops.group_weights(scores, scale, reduce)
 
 
 def channel_scores(q: Tensor, x: Tensor, channels: Tensor) -> Tensor:
@@ -357,7 +352,7 @@ def channel_weights(
     """Turn the products of queries and keys in the chosen channels (`channel_scores`) into one
     softmax weight per KV head and token (`group_weights`), and repeat each `times` times, for the
     tokens of a page. q [B G g r], x [B G D S], channels [B G r] -> [B G S * times] (fp32)"""
-    weights: Tensor = ops.group_weights(channel_scores(q, x, channels), scale, reduce)
+    weights = ops.group_weights(channel_scores(q, x, channels), scale, reduce)
     return weights if times == 1 else weights.repeat_interleave(times, -1)
 
 
@@ -451,7 +446,7 @@ def pq_best(
 
     held [B G C*C]: what `pq_held` counted in the codes, by which other backends choose among pairs
     of codes in place of tokens."""
-    return cast(Tensor, ops.top_k(ops.pq_weights(q, centroids, codes, scale), count))
+    return ops.top_k(ops.pq_weights(q, centroids, codes, scale), count)
 
 
 @by_sequence

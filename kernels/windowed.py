@@ -1,5 +1,7 @@
-"""Computes attention of queries that see some of the keys before them, for prompts that no token
-reads whole."""
+"""Computes attention of queries that see the keys before them, or the last of these, and how much
+attention each key receives, summed over queries: the scores of H2O and SnapKV.
+
+The weights are made for a block of queries at a time, so memory is linear in the stored tokens."""
 
 from __future__ import annotations
 
@@ -24,10 +26,7 @@ def windowed_attention(
     for logits, _, keys in _blocks(q, k, scale, first, window):
         lse = logits.logsumexp(-1)
         weights = logits.sub_(lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
-        folded = weights.view(
-            q.shape[0], v.shape[1], logits.shape[1] * logits.shape[2] // v.shape[1], logits.shape[3]
-        )
-        outs.append((folded @ v[:, :, keys].float()).view(*logits.shape[:3], -1).to(v.dtype))
+        outs.append(_mixed(weights, v[:, :, keys]))
         lses.append(lse)
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
@@ -44,6 +43,37 @@ def windowed_sums(
     for logits, queries, keys in _blocks(q, k, scale, first, window):
         sums[:, :, keys] += logits.sub_(lse[:, :, queries].unsqueeze(-1)).exp_().sum(2)
     return sums
+
+
+def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Return how much attention each key receives: its causal softmax weights summed over the
+    queries, which are the last T of S tokens.
+
+    q [B H T D], k [B G S D] -> [B H S] (fp32)"""
+    return prefill_attention_with_column_sums(q, k, k, scale)[1]
+
+
+def prefill_attention_with_column_sums(
+    q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Compute causal attention of the last T of S tokens together with its column sums, the
+    attention that each key receives, so that the logits are computed once.
+
+    q [B H T D], k, v [B G S D] -> [B H T D], [B H S] (fp32)"""
+    stored = k.shape[2]
+    sums, outs = q.new_zeros(*q.shape[:2], stored, dtype=torch.float32), []
+    for logits, _, keys in _blocks(q, k, scale, stored - q.shape[2], stored):
+        weights = logits.softmax(-1)
+        sums[:, :, keys] += weights.sum(2)
+        outs.append(_mixed(weights, v[:, :, keys]))
+    return torch.cat(outs, 2), sums
+
+
+def _mixed(weights: Tensor, v: Tensor) -> Tensor:
+    """Return values v [B G s D] weighted by weights [B H t s] (fp32), in the dtype of v: [B H t D]"""
+    batch, heads, new, seen = weights.shape
+    folded = weights.view(batch, v.shape[1], heads * new // v.shape[1], seen)
+    return (folded @ v.float()).view(batch, heads, new, -1).to(v.dtype)
 
 
 def _blocks(

@@ -20,7 +20,7 @@ from kernels.gpu.weights import joint, unfit_weights
 from kernels.ragged import Ragged, first_of
 
 _MOST_CHANNELS = 32768  # channels of a row that one program norms
-_GATED = 512  # channels that one program gates
+_GATED = tl.constexpr(512)  # channels that one program gates
 
 
 def attention_inputs(
@@ -28,7 +28,7 @@ def attention_inputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Norm x [B T E], project it, and rotate the heads, as kernels/block.py defines it. Return
     normed [B T E], q [B H T D], k and v [B G T D]."""
-    return _inputs(x, _normed(x.flatten(0, 1), block.norm, block.eps), block, cos, sin, None)
+    return _inputs(x, _norm_of(x.flatten(0, 1), block.norm, block.eps), block, cos, sin, None)
 
 
 def attention_inputs_stored(
@@ -43,8 +43,9 @@ def attention_inputs_stored(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     store, rows = NewRows(keys, values, row), x.flatten(0, 1)
     if added is None:
-        return x, *_inputs(x, _normed(rows, block.norm, block.eps), block, cos, sin, store)
-    total, normed = _added_and_normed(rows, added.flatten(0, 1), block.norm, block.eps)
+        return x, *_inputs(x, _norm_of(rows, block.norm, block.eps), block, cos, sin, store)
+    total = rows.new_empty(rows.shape)
+    normed = _norm_of(rows, block.norm, block.eps, added.flatten(0, 1), total)
     return total.view(x.shape), *_inputs(x, normed, block, cos, sin, store)
 
 
@@ -123,20 +124,24 @@ def block_output_apart(x: Tensor, attended: Tensor, block: DecoderBlock) -> tupl
     return middle.view(x.shape), added.view(x.shape)
 
 
-def block_output_apart_refuses(x: Tensor, attended: Tensor, block: DecoderBlock) -> str | None:
-    return block_output_refuses(x, attended, block)
+block_output_apart_refuses = block_output_refuses
 
 
 def _parts(x: Tensor, attended: Tensor, block: DecoderBlock) -> tuple[Tensor, Tensor]:
     """Return the two terms of a decoder block's last sum, the residual stream and the MLP's output,
     for tokens x [N E] whose attention is attended [N H*D]. -> [N E] each"""
-    middle, normed = _added_and_normed(x, block.o(attended), block.mlp_norm, block.eps)
+    middle = x.new_empty(x.shape)
+    normed = _norm_of(x, block.mlp_norm, block.eps, block.o(attended), middle)
     gate, up = _products(normed, joint(block)[1], block.gate, block.up)
-    return middle, block.down(_gated(gate, up))
+    gated, width = gate.new_empty(gate.shape), gate.shape[1]
+    _gate[(len(gate), triton.cdiv(width, _GATED))](
+        gate, up, gated, gate.stride(0), up.stride(0), width, num_warps=2
+    )
+    return middle, block.down(gated)
 
 
 def token_logits(x: Tensor, head: Head) -> Tensor:
-    return head.linear(_normed(x.flatten(0, 1), head.norm, head.eps)).unflatten(0, x.shape[:2])
+    return head.linear(_norm_of(x.flatten(0, 1), head.norm, head.eps)).unflatten(0, x.shape[:2])
 
 
 def token_logits_refuses(x: Tensor, head: Head) -> str | None:
@@ -160,57 +165,22 @@ def _products(x: Tensor, whole: Linear | None, *parts: Linear) -> Sequence[Tenso
     return whole(x).split([len(part.weight) for part in parts], -1)
 
 
-def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return RMSNorm of the rows of x [N E]."""
-    out = x.new_empty(x.shape)
-    _run_norm(x, None, weight, None, out, eps)
-    return out
-
-
-def _added_and_normed(
-    x: Tensor, added: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Return x + added, and RMSNorm of that sum, [N E] each."""
-    total, out = x.new_empty(x.shape), x.new_empty(x.shape)
-    _run_norm(x, added, weight, total, out, eps)
-    return total, out
-
-
-def _run_norm(
-    x: Tensor, added: Tensor | None, weight: Tensor, total: Tensor | None, out: Tensor, eps: float
-) -> None:
-    rows, width = x.shape
-    wide = padded(width)
-    _norm[(rows,)](
-        x,
-        added,
-        weight,
-        total,
-        out,
-        eps,
-        x.stride(0),
-        width,
-        wide,
-        num_warps=min(16, max(1, wide // 512)),
-    )
-
-
-def _gated(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up. [N F]"""
-    rows, width = gate.shape
-    out = gate.new_empty(gate.shape)
-    _gate[(rows, triton.cdiv(width, _GATED))](
-        gate, up, out, gate.stride(0), up.stride(0), width, _GATED, num_warps=2
-    )
+def _norm_of(
+    x: Tensor, weight: Tensor, eps: float, added: Tensor | None = None, total: Tensor | None = None
+) -> Tensor:
+    """Return RMSNorm of the rows of x [N E], or of x + `added`, which is written to `total`."""
+    out, width = x.new_empty(x.shape), x.shape[1]
+    warps = min(16, max(1, padded(width) // 512))
+    _norm[(len(x),)](x, added, weight, total, out, eps, x.stride(0), width, num_warps=warps)
     return out
 
 
 @triton.jit
-def _norm(x, added, weight, total, out, eps, xt: tl.int64, WIDTH: tl.constexpr, WIDE: tl.constexpr):
+def _norm(x, added, weight, total, out, eps, xt: tl.int64, WIDTH: tl.constexpr):
     """Write RMSNorm of one row of x to `out`. If `added` is given, add it to the row first, and
     write the sum to `total`."""
     row = tl.program_id(0).to(tl.int64)
-    channel = tl.arange(0, WIDE)
+    channel = tl.arange(0, padded(WIDTH))
     there = channel < WIDTH
     value = tl.load(x + row * xt + channel, mask=there, other=0.0).to(tl.float32)
     if added is not None:
@@ -223,10 +193,10 @@ def _norm(x, added, weight, total, out, eps, xt: tl.int64, WIDTH: tl.constexpr, 
 
 
 @triton.jit
-def _gate(gate, up, out, gt: tl.int64, ut: tl.int64, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _gate(gate, up, out, gt: tl.int64, ut: tl.int64, WIDTH: tl.constexpr):
     """Compute silu(gate) * up for some channels of a row."""
     row = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    channel = tl.program_id(1) * _GATED + tl.arange(0, _GATED)
     there = channel < WIDTH
     opened = tl.load(gate + row * gt + channel, mask=there, other=0.0).to(tl.float32)
     opened = rounded(opened / (1.0 + tl.exp(-opened)), out)

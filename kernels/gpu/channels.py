@@ -15,19 +15,21 @@ from kernels.gpu import common
 from kernels.gpu.choose import row_log_sum_exp, weights
 from kernels.gpu.common import (
     DTYPES,
+    counts_of,
     head_rows,
     located,
+    number_of,
     padded,
     unfit,
     unfit_group,
     unfit_shape,
     wide_rows,
 )
-from kernels.ragged import Ragged, first_of
+from kernels.ragged import Ragged, first_of, with_sizes
 
-_BLOCK = 1024  # tokens
+_BLOCK = tl.constexpr(1024)  # tokens
 _STEP = 16  # channels that are loaded at once
-_HEADS = 8  # query heads that are multiplied at once
+_HEADS = tl.constexpr(8)  # query heads that are multiplied at once
 
 
 def channel_sums(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> tuple[Tensor | Ragged, Tensor]:
@@ -36,9 +38,8 @@ def channel_sums(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> tuple[Tenso
     kernels/reference.py defines it; here of the P blocks of tokens. Channels are not copied, scores
     not stored."""
     sums = wide_rows(q, (*q.shape[:2], x.shape[3]))
-    lses = q.new_empty((*q.shape[:3], triton.cdiv(x.shape[3], _BLOCK)), dtype=torch.float32)
-    _run(q, x, channels, 1.0, sums, lses, summed=True)
-    return Ragged.filled_up(sums, x.sizes) if isinstance(x, Ragged) else sums, lses
+    lses = _run(q, x, channels, 1.0, sums, summed=True)
+    return with_sizes(sums, x), lses
 
 
 def channel_weights(
@@ -47,21 +48,15 @@ def channel_weights(
     """Compute the softmax weights of tokens or pages for each group of query heads from a few
     channels, each weight repeated `times` times, as kernels/reference.py defines it. q [B G g r], x
     [B G D S], channels [B G r] -> [B G S * times]"""
-    batch, groups, heads, _ = q.shape
-    logits = wide_rows(q, (batch * groups * heads, x.shape[3]))
-    lses = logits.new_empty((len(logits), triton.cdiv(x.shape[3], _BLOCK)))
-    _run(q, x, channels, scale, logits, lses, summed=False)
-    out = weights(logits, lses, (batch, groups), logits.stride(0), scale, reduce, times)
+    logits = wide_rows(q, (*q.shape[:3], x.shape[3]))
+    lses = _run(q, x, channels, scale, logits, summed=False)
+    out = weights(logits, lses, scale, reduce, times, bound=logits.stride(2))
     return Ragged.filled_up(out, x.sizes * times) if isinstance(x, Ragged) else out
 
 
 def channel_weights_refuses(
-    q: Tensor, x: Tensor | Ragged, channels: Tensor, *_: float | str
+    q: Tensor, x: Tensor | Ragged, channels: Tensor, *_: object
 ) -> str | None:
-    return channel_sums_refuses(q, x, channels)
-
-
-def channel_sums_refuses(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> str | None:
     first = first_of(x)
     if x.dtype not in DTYPES or q.dtype not in DTYPES:
         return f"takes float32, bfloat16 and float16, got {q.dtype} and {x.dtype}"
@@ -80,37 +75,46 @@ def channel_sums_refuses(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> str
     return sides or unfit(*near) or unfit_group(q.shape[2])
 
 
+channel_sums_refuses = channel_weights_refuses
+
+
 def _run(
-    q: Tensor,
-    x: Tensor | Ragged,
-    channels: Tensor,
-    scale: float,
-    out: Tensor,
-    lses: Tensor,
-    summed: bool,
-) -> None:
-    (batch, groups, heads, width), count = q.shape, x.shape[3]
-    counts = x.counts if isinstance(x, Ragged) else None
-    first, places, aligned = located(x)
+    q: Tensor, x: Tensor | Ragged, channels: Tensor, scale: float, out: Tensor, summed: bool
+) -> Tensor:
+    """Write products to `out`, or their sum over a group's heads if `summed`. Return the log-sum-exps
+    of each head's products times `scale`, [B G g P] of the P blocks of tokens."""
+    (batch, groups, heads, width), blocks = q.shape, triton.cdiv(x.shape[3], _BLOCK)
+    lses = q.new_empty((batch, groups, heads, blocks), dtype=torch.float32)
     # registers and shared memory are few
-    step = _STEP if heads <= 4 and first.element_size() == 2 else _STEP // 2
-    _channels[(triton.cdiv(count, _BLOCK), batch * groups)](
-        q.contiguous(), first, places, counts, channels.contiguous(), out, lses, scale, *first.stride()[:3],
-        out.stride(-2), count, groups, heads, min(_HEADS, padded(heads, 1)), width, summed, _BLOCK,
-        min(step, padded(width, 1)), aligned, num_warps=4,
-    )  # fmt: skip
+    step = _STEP if heads <= 4 and x.dtype.itemsize == 2 else _STEP // 2
+    _channels[(blocks, batch * groups)](
+        q.contiguous(),
+        located(x),
+        counts_of(x),
+        channels.contiguous(),
+        out,
+        lses,
+        scale,
+        out.stride(-2),
+        x.shape[3],
+        groups,
+        heads,
+        width,
+        summed,
+        min(step, padded(width, 1)),
+    )
+    return lses
 
 
 @triton.jit
 def _products(
-    q, keys, step, channels, token, live, row, mine, WIDTH: tl.constexpr, WHOLE: tl.constexpr, FOLD: tl.constexpr,
-    BLOCK: tl.constexpr, STEP: tl.constexpr,
+    q, keys, step, channels, token, live, row, mine, WIDTH: tl.constexpr, WHOLE: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
     """Multiply the queries in `row` of q [N WIDTH] with a block of tokens of the keys, in WIDTH
     channels, of which STEP are loaded at once. WHOLE: all tokens of the block exist, so that they
     are loaded without a mask of each, several by one instruction. Tiles of keys have a first
-    dimension of 1, so that they keep the layout in which they were loaded. -> [FOLD BLOCK]"""
-    total = tl.zeros([FOLD, BLOCK], tl.float32)
+    dimension of 1, so that they keep the layout in which they were loaded. -> [heads tokens]"""
+    total = tl.zeros([row.shape[0], token.shape[0]], tl.float32)
     for start in tl.range(0, WIDTH, STEP, num_stages=2):  # the next are on their way
         for place in tl.static_range(STEP):
             real = (WIDTH % STEP == 0) | (start + place < WIDTH)
@@ -127,9 +131,8 @@ def _products(
 
 @triton.jit(do_not_specialize=["count"])
 def _channels(
-    q, x, places, counts, channels, out, lses, scale, xb: tl.int64, xg: tl.int64, xc: tl.int64, apart: tl.int64, count,
-    GROUPS: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr, WIDTH: tl.constexpr, SUM: tl.constexpr,
-    BLOCK: tl.constexpr, STEP: tl.constexpr, ALIGNED: tl.constexpr,
+    q, x, counts, channels, out, lses, scale, apart: tl.int64, count, GROUPS: tl.constexpr, HEADS: tl.constexpr,
+    WIDTH: tl.constexpr, SUM: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Compute the scores of a block of tokens from a few channels. Write them to `out`, or their
     sum over the group's heads if SUM; and to `lses` each head's log-sum-exp of the scores times
@@ -137,23 +140,19 @@ def _channels(
 
     For several sequences, `counts` says how many tokens each has; a block with none of them has a
     log-sum-exp of minus infinity."""
+    FOLD: tl.constexpr = min(_HEADS, padded(HEADS, 1))
     block, this = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    keys, step = head_rows(x, places, this // GROUPS, this % GROUPS, xb, xg, xc, ALIGNED)
-    if counts is not None:
-        count = tl.load(counts + this // GROUPS).to(tl.int32)
-    token, channels = block * BLOCK + tl.arange(0, BLOCK), channels + this * WIDTH
-    live, summed = token < count, tl.zeros([BLOCK], tl.float32)
+    keys, step = head_rows(x, this // GROUPS, this % GROUPS)
+    count = number_of(counts, this // GROUPS, count)
+    token, channels = block * _BLOCK + tl.arange(0, _BLOCK), channels + this * WIDTH
+    live, summed = token < count, tl.zeros([_BLOCK], tl.float32)
     for first in range(0, HEADS, FOLD):
         head = first + tl.arange(0, FOLD)
         row, mine = this * HEADS + head, head < HEADS
-        if (block + 1) * BLOCK <= count:
-            scores = _products(
-                q, keys, step, channels, token, live, row, mine, WIDTH, True, FOLD, BLOCK, STEP
-            )
+        if (block + 1) * _BLOCK <= count:
+            scores = _products(q, keys, step, channels, token, live, row, mine, WIDTH, True, STEP)
         else:
-            scores = _products(
-                q, keys, step, channels, token, live, row, mine, WIDTH, False, FOLD, BLOCK, STEP
-            )
+            scores = _products(q, keys, step, channels, token, live, row, mine, WIDTH, False, STEP)
         if SUM:
             summed += tl.sum(scores, 0)  # rows beyond HEADS are zero
         else:

@@ -3,92 +3,102 @@ the largest logit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.common import DTYPES, padded, unfit, unfit_shape, wide_rows
+from kernels.gpu.common import (
+    DTYPES,
+    counts_of,
+    finite,
+    known,
+    number_of,
+    padded,
+    unfit,
+    unfit_shape,
+    wide_rows,
+)
 from kernels.per_sequence import PerSequence
-from kernels.ragged import RAGGED, Ragged, filled, too_few
+from kernels.ragged import RAGGED, Ragged, filled, too_few, with_sizes
 
 _PIECE = 4096  # entries of a row; a longer row is summed in pieces
-_BLOCK = 1024
+_BLOCK = tl.constexpr(1024)
 _PARTS = 256  # log-sum-exps of a row that are joined at once
 
 
-def log_sum_exp(logits: Tensor, scale: float) -> Tensor:
-    """Return the log-sum-exp of each row of logits times `scale`. [... S] -> [...] (fp32)"""
-    parts = _of_pieces(logits.contiguous().flatten(0, -2), scale, None)
-    return (
-        log_sum_exp(parts, 1.0).view(logits.shape[:-1])
-        if parts.shape[1] > 1
-        else parts.view(logits.shape[:-1])
-    )
+def log_sum_exp(
+    logits: Tensor, scale: float = 1.0, counts: tuple[Tensor, int] | None = None
+) -> Tensor:
+    """Return the log-sum-exp of each piece of the rows of logits times `scale`, whose entries lie side
+    by side. [B ... S] -> [B ... P] (fp32)
 
-
-def _of_pieces(rows: Tensor, scale: float, counts: Tensor | None) -> Tensor:
-    """Return the log-sum-exp of each piece of the rows [N S], whose entries lie side by side, times
-    `scale`. -> [N P] (fp32)
-
-    counts [B]: only so many leading entries of each sequence's rows exist; None: all."""
-    count = rows.shape[1]
-    out: Tensor = rows.new_empty((len(rows), triton.cdiv(count, _PIECE)), dtype=torch.float32)
+    counts: only so many leading entries of each sequence's rows exist (`each`); None: all."""
+    rows, count = logits.flatten(0, -2), logits.shape[-1]
+    pieces = triton.cdiv(count, _PIECE)
+    out: Tensor = rows.new_empty((*logits.shape[:-1], pieces), dtype=torch.float32)
     if out.numel():
-        piece = min(_PIECE, triton.next_power_of_2(count))
-        of_each = 1 if counts is None else len(rows) // len(counts)
-        _log_sum_exp[tuple(out.shape)](
+        piece = min(_PIECE, padded(count, 1))
+        _log_sum_exp[(len(rows), pieces)](
             rows,
             counts,
             out,
             scale,
             rows.stride(0),
             count,
-            of_each,
+            len(rows) // len(logits),
             piece,
             num_warps=8 if piece == _PIECE else 4,
         )
     return out
 
 
+def whole_log_sum_exp(logits: Tensor) -> Tensor:
+    """Return the log-sum-exp of each row of logits. [... S] -> [...] (fp32)"""
+    while logits.shape[-1] > 1:
+        logits = log_sum_exp(logits.contiguous())
+    return logits.squeeze(-1)
+
+
 def group_weights(logits: Tensor | Ragged, scale: float, reduce: str) -> Tensor | Ragged:
     """Turn logits [B G g S] into one weight per KV head and token, [B G S], as kernels/reference.py
     defines it: a softmax in each query head, then the sum or the largest over the group."""
-    x, counts = filled(logits), logits.counts if isinstance(logits, Ragged) else None
-    rows = (x if x.stride(3) == 1 else x.contiguous()).flatten(0, 2)
-    out = weights(rows, _of_pieces(rows, scale, counts), x.shape[:2], x.shape[3], scale, reduce)
-    return Ragged.filled_up(out, logits.sizes) if isinstance(logits, Ragged) else out
+    x = filled(logits)
+    x = (x if x.stride(3) == 1 else x.contiguous()).flatten(0, 2).unflatten(0, x.shape[:3])
+    lses = log_sum_exp(x, scale, counts_of(logits))
+    return with_sizes(weights(x, lses, scale, reduce), logits)
 
 
 def weights(
-    rows: Tensor,
-    lses: Tensor,
-    heads: Sequence[int],
-    bound: int,
-    scale: float,
-    reduce: str,
-    times: int = 1,
+    logits: Tensor, lses: Tensor, scale: float, reduce: str, times: int = 1, bound: int = 0
 ) -> Tensor:
-    """Turn rows of logits [N S] times `scale`, one for each query head, into the weights of KV heads
-    [B G S * times], each repeated `times` times. heads: B and G. lses [N P]: the log-sum-exps of
-    parts of the scaled rows. bound: how many entries of a row may be read; a multiple of 16 lets the
-    kernel load several at once. Logits that a sequence does not have give weights that mean
+    """Turn logits [B G g S] times `scale`, of one query head in each row, into the weights of KV heads
+    [B G S * times], each repeated `times` times. lses [B G g P]: the log-sum-exps of parts of the
+    scaled rows. bound: how many entries of a row may be read, if more than S; a multiple of 16 lets
+    the kernel load several at once. Logits that a sequence does not have give weights that mean
     nothing."""
-    (batch, groups), count = heads, rows.shape[1]
-    group, pieces = len(rows) // (batch * groups), lses.shape[1]
-    out, fold = wide_rows(rows, (batch, groups, count * times)), padded(group, 1)
+    (batch, groups, group, count), pieces = logits.shape, lses.shape[3]
+    out = wide_rows(logits, (batch, groups, count * times))
     if count:
         _weights[(triton.cdiv(count, _BLOCK), batch * groups)](
-            rows, lses, out, scale, rows.stride(0), bound, out.stride(1), pieces, group, fold,
-            min(_PARTS, padded(pieces, 1)), reduce == "sum", times, padded(times, 1), _BLOCK,
-            num_warps=4 if fold <= 8 else 8,
-        )  # fmt: skip
+            logits,
+            lses,
+            out,
+            scale,
+            logits.stride(2),
+            max(bound, count),
+            out.stride(1),
+            pieces,
+            group,
+            min(_PARTS, padded(pieces, 1)),
+            reduce == "sum",
+            times,
+            num_warps=4 if group <= 8 else 8,
+        )
     return out
 
 
-def group_weights_refuses(logits: Tensor | Ragged, scale: float, reduce: str) -> str | None:
+def group_weights_refuses(logits: Tensor | Ragged, *_: object) -> str | None:
     return _unfit(filled(logits))
 
 
@@ -101,24 +111,20 @@ def group_margins(
     kernels/reference.py defines it. A first kernel finds the margins and counts those within
     `reach` in each block, a second one adds the counts up."""
     (batch, groups, heads, count), device = logits.shape, logits.device
-    wanted, of_each = (
-        (candidates.most, candidates.on(device))
-        if isinstance(candidates, PerSequence)
-        else (candidates, None)
-    )
-    limits, limit = (most.on(device), 0) if isinstance(most, PerSequence) else (None, most)
+    of_each, wanted = known(candidates, device)
+    limits, limit = known(most, device)
     tops = (logits.amax(-1, keepdim=True) if tops is None else tops).contiguous()
-    pieces, blocks = tops.shape[3], triton.cdiv(wanted, _BLOCK)
+    blocks = triton.cdiv(wanted, _BLOCK)
     out = logits.new_empty((batch, groups, wanted), dtype=torch.float32)
     near = torch.empty((batch, groups, blocks), dtype=torch.int32, device=device)
     counts = torch.empty(batch, dtype=torch.int64, device=device)
     if wanted:
         _margins[(blocks, batch * groups)](
-            logits.contiguous(), tops, of_each, out, near, reach, count, wanted, pieces, groups, heads,
-            padded(pieces, 1), _BLOCK, num_warps=4,
+            logits.contiguous(), tops, of_each, out, near, reach, count, wanted, tops.shape[3], groups,
+            heads, padded(tops.shape[3], 1),
         )  # fmt: skip
-    _mean[(batch,)](near, limits, counts, read, limit, groups, groups * blocks, _BLOCK, num_warps=4)
-    return Ragged.filled_up(out, candidates) if isinstance(candidates, PerSequence) else out, counts
+    _mean[(batch,)](near, limits, counts, read, limit, groups, groups * blocks)
+    return with_sizes(out, candidates), counts
 
 
 def group_margins_refuses(
@@ -146,23 +152,21 @@ def _log_sum_exp(
     """Compute the log-sum-exp of one piece of a row of x times `scale`. For several sequences, with
     ROWS rows each, `counts` may say how many entries of a row exist."""
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if counts is not None:
-        count = tl.load(counts + row // ROWS).to(tl.int32)
+    count = number_of(counts, row // ROWS, count)
     at = piece * PIECE + tl.arange(0, PIECE)
     value = (
         tl.load(x + row * apart + at, mask=at < count, other=float("-inf")).to(tl.float32) * scale
     )
     top = tl.max(value, 0)
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    tl.store(out + row * tl.num_programs(1) + piece, top + tl.log(tl.sum(tl.exp(value - shift), 0)))
+    total = tl.sum(tl.exp(value - finite(top)), 0)
+    tl.store(out + row * tl.num_programs(1) + piece, top + tl.log(total))
 
 
 @triton.jit
 def row_log_sum_exp(values):
     """Return the log-sum-exp of each row of a tile, minus infinity if all of its numbers are."""
     top = tl.max(values, 1)
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    return top + tl.log(tl.sum(tl.exp(values - shift[:, None]), 1))
+    return top + tl.log(tl.sum(tl.exp(values - finite(top)[:, None]), 1))
 
 
 @triton.jit
@@ -180,7 +184,7 @@ def joined(lses, row, live, pieces, first, end, PIECES: tl.constexpr):
             tl.float32
         )
         highest = tl.maximum(top, part)
-        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        shift = finite(highest)
         total = total * tl.exp(top - shift) + tl.exp(part - shift)
         top = highest
     return row_log_sum_exp(top + tl.log(total))
@@ -188,15 +192,16 @@ def joined(lses, row, live, pieces, first, end, PIECES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["pieces"])
 def _weights(
-    x, lses, out, scale, apart: tl.int64, bound, room, pieces, HEADS: tl.constexpr, FOLD: tl.constexpr,
-    PIECES: tl.constexpr, SUM: tl.constexpr, TIMES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    x, lses, out, scale, apart: tl.int64, bound, room, pieces, HEADS: tl.constexpr, PIECES: tl.constexpr,
+    SUM: tl.constexpr, TIMES: tl.constexpr,
 ):  # fmt: skip
     """Combine the softmax weights of a group's query heads, for a block of tokens: their sum if
     SUM, else the largest. Each result is written TIMES times in a row. `lses` holds the log-sum-exps
     of the `pieces` parts of each row of x. Rows of x lie `apart` entries apart, those of `out` `room`."""
-    this, head = tl.program_id(1).to(tl.int64), tl.arange(0, FOLD)
+    WIDE: tl.constexpr = padded(TIMES, 1)
+    this, head = tl.program_id(1).to(tl.int64), tl.arange(0, padded(HEADS, 1))
     row, mine = this * HEADS + head, head < HEADS
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     value = tl.load(
         x + row[:, None] * apart + at, mask=mine[:, None] & (at < bound), other=float("-inf")
     )
@@ -206,24 +211,22 @@ def _weights(
     time = tl.arange(0, WIDE)
     to = at[:, None] * TIMES + time
     there = (to < room) & (time < TIMES)
-    tl.store(out + this * room + to, tl.broadcast_to(combined[:, None], [BLOCK, WIDE]), mask=there)
+    tl.store(out + this * room + to, tl.broadcast_to(combined[:, None], [_BLOCK, WIDE]), mask=there)
 
 
 @triton.jit(do_not_specialize=["count", "candidates", "pieces"])
 def _margins(
     x, tops, of_each, out, near, reach, count, candidates, pieces, GROUPS: tl.constexpr, HEADS: tl.constexpr,
-    PIECES: tl.constexpr, BLOCK: tl.constexpr,
+    PIECES: tl.constexpr,
 ):  # fmt: skip
     """Compute how far each of a block of candidate tokens lies below the largest logit of its row
     in x, at the query head of the group where it comes closest, and write to `near` how many lie
     within `reach`. The largest of a head's `pieces` entries in `tops` is the largest logit of its
     row. For several sequences, `of_each` may hold the number of candidates of each."""
     this, piece = tl.program_id(1).to(tl.int64), tl.arange(0, PIECES)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = at < candidates
-    if of_each is not None:
-        live = at < tl.load(of_each + this // GROUPS)
-    margin = tl.full([BLOCK], float("-inf"), tl.float32)
+    at = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
+    live = at < number_of(of_each, this // GROUPS, candidates)
+    margin = tl.full([_BLOCK], float("-inf"), tl.float32)
     for head in range(HEADS):
         row = this * HEADS + head
         top = tl.max(
@@ -241,18 +244,17 @@ def _margins(
 
 
 @triton.jit(do_not_specialize=["most", "numbers"])
-def _mean(near, limits, out, read, most, GROUPS: tl.constexpr, numbers, BLOCK: tl.constexpr):
+def _mean(near, limits, out, read, most, GROUPS: tl.constexpr, numbers):
     """Add up the counts of one sequence in `near`, of which it has so many `numbers`, divide them
     by the number of its heads, and write the result to `out`, from 1 to the sequence's entry in
     `limits`, or to `most`. If `read` is given, add the result to its entry there."""
     this = tl.program_id(0).to(tl.int64)
-    total = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, numbers, BLOCK):
-        place = start + tl.arange(0, BLOCK)
+    total = tl.zeros([_BLOCK], tl.int32)
+    for start in range(0, numbers, _BLOCK):
+        place = start + tl.arange(0, _BLOCK)
         total += tl.load(near + this * numbers + place, mask=place < numbers, other=0)
-    if limits is not None:
-        most = tl.load(limits + this)
-    count = tl.minimum(tl.maximum(tl.sum(total, 0) // GROUPS, 1).to(tl.int64), most)
+    most = number_of(limits, this, most)
+    count = tl.minimum(tl.maximum(tl.sum(total, 0) // GROUPS, 1), most).to(tl.int64)
     tl.store(out + this, count)
     if read is not None:
         tl.store(read + this, tl.load(read + this) + count)

@@ -18,9 +18,13 @@ from torch import Tensor
 from kernels.coded import Coded, CodedFloats, Codes
 from kernels.gpu.common import (
     DTYPES,
+    Rows,
+    counts_of,
+    each,
     fused,
     head_rows,
     located,
+    number_of,
     padded,
     places,
     product,
@@ -33,7 +37,7 @@ from kernels.gpu.common import (
 )
 from kernels.gpu.decode import merged, read_parts, segment_attention_refuses
 from kernels.levels import CodedLevels
-from kernels.ragged import Ragged, first_of
+from kernels.ragged import first_of
 from kernels.reference import Segment
 
 Steps = Coded | CodedFloats  # whose numbers are evenly spaced, or floats: what the kernels read
@@ -55,15 +59,26 @@ def coded_attention(
     first = firsts[-1]
     for coded, tile, (pieces, most) in zip(codes, tiles, cuts, strict=True):
         (batch, heads, _, dim), (_, groups, count, _) = q.shape, coded.k.shape
-        group, (tensors, tables, aligned) = heads // groups, _located(coded)
-        counts = coded.k.counts if isinstance(coded.k, Ragged) else None
         _attend_codes[(batch * groups, pieces)](
-            q, *tensors, *tables, counts, outs, lses, scale, *_strides(tensors), count, most, first, lses.shape[1],
-            groups, group, padded(group), dim, padded(_row_bytes(coded)), *coded.kind, tile, *aligned,
+            q,
+            *_located(coded),
+            counts_of(coded.k),
+            outs,
+            lses,
+            scale,
+            count,
+            most,
+            first,
+            lses.shape[1],
+            groups,
+            heads // groups,
+            dim,
+            *coded.kind,
+            tile,
             # masked rows take more registers
             num_warps=_THREADS // 32 if dim == padded(dim) else _THREADS // 16,
             num_stages=2,
-        )  # fmt: skip
+        )
         first += pieces
     return merged(outs, lses, torch.empty_like(q))
 
@@ -100,24 +115,26 @@ def decode_rows(
     kernels/coded.py defines it. `blocks` [B G K] names the block of each token, whose range its key
     shares (None: they stand in order); `recent` holds exact values, and how many are not used."""
     assert isinstance(coded, Steps)
-    (batch, groups, *_), dim, count = (
-        coded.k.shape,
-        coded.dim,
-        _decoded_tokens(coded, blocks, recent),
-    )
-    tensors, tables, aligned = _located(coded)
+    (batch, groups, *_), dim = coded.k.shape, coded.dim
+    count, at_once = _decoded_tokens(coded, blocks, recent), max(1, _TILE // padded(dim))
     reader = coded.k.device  # of a `Ragged`, the device that reads it
     k, v = (torch.empty((batch, groups, count, dim), dtype=dtype, device=reader) for _ in range(2))
-    counts = coded.k.counts if rows is None and isinstance(coded.k, Ragged) else None
-    wide = padded(_row_bytes(coded))
-    listed = [None if x is None else x.contiguous() for x in (rows, blocks)]
     exact, unused = (None, None) if recent is None else (recent[0].contiguous(), recent[1])
-    at_once = max(1, _TILE // padded(dim))
     if count:
         _decode_rows[(triton.cdiv(count, at_once), batch * groups)](
-            *tensors, *tables, counts, *listed, exact, unused, k, v, *_strides(tensors), count, groups, dim, wide,
-            *coded.kind, at_once, unused is not None and len(unused) > 1, *aligned, num_warps=4,
-        )  # fmt: skip
+            *_located(coded),
+            counts_of(coded.k) if rows is None else None,
+            *(None if x is None else x.contiguous() for x in (rows, blocks)),
+            exact,
+            each(unused),
+            k,
+            v,
+            count,
+            groups,
+            dim,
+            *coded.kind,
+            at_once,
+        )
     return k, v
 
 
@@ -161,9 +178,10 @@ def _decoded_tokens(
     return coded.k.shape[2] if recent is None else recent[0].shape[2]
 
 
-def _row_bytes(coded: Steps) -> int:
+@triton.constexpr_function
+def _row_bytes(dim: int, bits: int) -> int:
     """Return the bytes that hold the codes of one token's key, or of its value, in one head."""
-    return coded.dim * (coded.kind[1] or 8) // 8
+    return dim * (bits or 8) // 8
 
 
 def _tokens_of_a_tile(coded: Steps, dtype: torch.dtype) -> int:
@@ -175,7 +193,7 @@ def _tokens_of_a_tile(coded: Steps, dtype: torch.dtype) -> int:
     layout."""
     if isinstance(coded, CodedFloats) or dtype == torch.float32:
         return 32
-    shared, width = coded.block & -coded.block, padded(_row_bytes(coded))
+    shared, width = coded.block & -coded.block, padded(_row_bytes(coded.dim, coded.bits))
     sizes = (32, 64, 128) if coded.bits == 4 else (64, 32, 128)
     return next(tokens for tokens in sizes if tokens // min(tokens, shared) * width != _THREADS)
 
@@ -188,23 +206,12 @@ def _cut(coded: Steps, tile: int) -> tuple[int, int]:
     return min(max(1, triton.cdiv(coded.k.shape[2], tile)), most), most
 
 
-def _located(
-    coded: Steps,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...], tuple[int, int, int]]:
-    """Return where codes and ranges lie, for the kernels: the four tensors of `all_four`; for each,
-    where sequences differ in length (`Ragged`), the table of their addresses, else None; the
-    numbers of bytes of which all addresses of codes, and all of ranges, are multiples; and the
-    number of entries of which the step between the values' ranges is one."""
-    tensors, tables, aligned = zip(*map(located, coded.all_four), strict=True)
-    of_ranges = min(aligned[2:])
-    step = gcd(8, tensors[3].stride(2)) if tables[3] is None else max(1, of_ranges // 2)
-    return tensors, tables, (min(aligned[:2]), of_ranges, step)
-
-
-def _strides(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Return the strides of each tensor [B G S ...] over sequences, heads and rows, one tensor
-    after the other."""
-    return tuple(stride for x in tensors for stride in x.stride()[:3])
+def _located(coded: Steps) -> list[Rows]:
+    """Return where the four tensors of `all_four` lie, for the kernels."""
+    *others, v_range = map(located, coded.all_four)
+    if v_range.table is None:  # few numbers, whose step is seldom a multiple of 16
+        v_range = v_range._replace(aligned=tl.constexpr(gcd(16, 2 * v_range.row)))
+    return [*others, v_range]
 
 
 def _unfit(coded: Codes) -> str | None:
@@ -214,7 +221,7 @@ def _unfit(coded: Codes) -> str | None:
     if any(x.stride(3) != 1 for x in tensors):
         return "needs the codes of a row side by side"
     (batch, groups, count, _), (ranges, bits, _), dim = coded.k.shape, coded.kind, coded.dim
-    width, k_range = (dim * bits // 8, 2 * dim) if bits else (dim, 2)
+    width, k_range = _row_bytes(dim, bits), 2 * dim if bits else 2
     of_rows = zip(
         coded.all_four,
         (count, count, None, count),
@@ -258,17 +265,18 @@ def _halves(codes, PLANE: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _planes(codes, ROWS: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr):
-    """Return all codes of the bytes [ROWS WIDE], plane after plane: [ROWS WIDE * 8 / BITS] fp16."""
+def _planes(codes, BITS: tl.constexpr):
+    """Return all codes of the bytes [n WIDE], plane after plane: [n WIDE * 8 / BITS] fp16."""
     if BITS == 8:
         every = _halves(codes, 0, 8)
     elif BITS == 4:
         pairs = tl.join(_halves(codes, 0, 4), _halves(codes, 1, 4))
-        every = tl.reshape(tl.permute(pairs, (0, 2, 1)), [ROWS, 2 * WIDE])
+        every = tl.reshape(tl.permute(pairs, (0, 2, 1)), [codes.shape[0], 2 * codes.shape[1]])
     else:
         even = tl.join(_halves(codes, 0, 2), _halves(codes, 2, 2))
         odd = tl.join(_halves(codes, 1, 2), _halves(codes, 3, 2))
-        every = tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 3, 1)), [ROWS, 4 * WIDE])
+        quads = tl.permute(tl.join(even, odd), (0, 2, 3, 1))
+        every = tl.reshape(quads, [codes.shape[0], 4 * codes.shape[1]])
     return every
 
 
@@ -283,11 +291,13 @@ def _in_range(codes, least, step, dtype: tl.constexpr):
 
 @triton.jit
 def _keys(
-    codes, ranges, step, start, end, byte, PLANE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
-    BITS: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, dtype: tl.constexpr,
+    codes, ranges, step, start, end, byte, PLANE: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr,
+    SHARED: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Return one plane of BLOCK keys [BLOCK WIDE], from token `start` on, of which those from `end`
-    on do not exist. SHARED tokens share a range, a row of `ranges`; the rows are `step` apart."""
+    """Return one plane of keys [BLOCK WIDE], from token `start` on, of which those from `end` on do
+    not exist, given their codes. SHARED tokens share a range, a row of `ranges`; the rows are `step`
+    apart."""
+    BLOCK: tl.constexpr = codes.shape[0]
     WIDTH: tl.constexpr = DIM * BITS // 8
     SUB: tl.constexpr = min(SHARED & -SHARED, BLOCK)  # tokens that certainly share one
     token = tl.minimum(start + tl.arange(0, BLOCK // SUB) * SUB, end - 1)
@@ -297,25 +307,26 @@ def _keys(
     if SUB == BLOCK:
         key = _in_range(_halves(codes, PLANE, BITS), least, steps, dtype)
     else:
-        parts: tl.constexpr = [BLOCK // SUB, 1, WIDE]
+        parts: tl.constexpr = [BLOCK // SUB, 1, codes.shape[1]]
         least, steps = tl.reshape(least, parts), tl.reshape(steps, parts)
-        split = tl.reshape(_halves(codes, PLANE, BITS), [BLOCK // SUB, SUB, WIDE])
-        key = tl.reshape(_in_range(split, least, steps, dtype), [BLOCK, WIDE])
+        split = tl.reshape(_halves(codes, PLANE, BITS), [BLOCK // SUB, SUB, codes.shape[1]])
+        key = tl.reshape(_in_range(split, least, steps, dtype), codes.shape)
     return key
 
 
 @triton.jit
 def _values(
-    codes, ranges, listed, DIM: tl.constexpr, WIDE: tl.constexpr, RANGES: tl.constexpr, BITS: tl.constexpr,
-    ROWS: tl.constexpr, dtype: tl.constexpr,
+    codes, ranges, listed, DIM: tl.constexpr, RANGES: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr
 ):  # fmt: skip
     """Return values, plane after plane, [ROWS WIDE * 8 / BITS], for their codes [ROWS WIDE] and
     pointers to their rows of `ranges` [ROWS 1], where these are `listed`: RANGES least numbers, and
     as many steps, each for neighbouring channels."""
-    WIDTH: tl.constexpr = DIM * BITS // 8
+    ROWS: tl.constexpr = codes.shape[0]
     SHARE: tl.constexpr = DIM // RANGES
-    value = _planes(codes, ROWS, WIDE, BITS)
-    if WIDTH == WIDE and SHARE & (SHARE - 1) == 0:  # ranges in their own shape, in one load
+    value = _planes(codes, BITS)
+    if (
+        _row_bytes(DIM, BITS) == codes.shape[1] and SHARE & (SHARE - 1) == 0
+    ):  # ranges in their own shape, in one load
         both = tl.reshape(
             tl.load(ranges + tl.arange(0, 2 * RANGES)[None, :], mask=listed, other=0.0),
             [ROWS, 2, RANGES],
@@ -326,7 +337,7 @@ def _values(
             _in_range(value, least[:, :, None], step[:, :, None], dtype), [ROWS, DIM]
         )
     else:
-        channel, there = _channels(DIM, WIDE, BITS)
+        channel, there = _channels(DIM, BITS)
         at, there = ranges + channel // SHARE, listed & there
         value = _in_range(
             value,
@@ -338,10 +349,11 @@ def _values(
 
 
 @triton.jit
-def _channels(DIM: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr):
+def _channels(DIM: tl.constexpr, BITS: tl.constexpr):
     """Return the channels that stand plane after plane [1 n], and which of the places have one."""
-    place = tl.arange(0, WIDE * 8 // max(BITS, 1) if BITS else WIDE)[None, :]
-    WIDTH: tl.constexpr = DIM * BITS // 8 if BITS else DIM
+    WIDTH: tl.constexpr = _row_bytes(DIM, BITS)
+    WIDE: tl.constexpr = padded(WIDTH)
+    place = tl.arange(0, WIDE * (DIM // WIDTH))[None, :]
     if WIDTH == WIDE:
         channel, there = place, place < DIM
     else:
@@ -360,12 +372,9 @@ def _plane(
 
 @triton.jit(do_not_specialize=["count", "most", "first", "parts"])
 def _attend_codes(
-    q, k, v, k_range, v_range, k_places, v_places, k_range_places, v_range_places, counts, outs, lses, scale,
-    kb: tl.int64, kg: tl.int64, kt: tl.int64, vb: tl.int64, vg: tl.int64, vt: tl.int64, krb: tl.int64, krg: tl.int64,
-    krt: tl.int64, vrb: tl.int64, vrg: tl.int64, vrt: tl.int64, count, most, first, parts, HEADS: tl.constexpr,
-    GROUP: tl.constexpr, FOLD: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, RANGES: tl.constexpr,
-    BITS: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, RANGE_ALIGNED: tl.constexpr,
-    RANGE_STEP: tl.constexpr,
+    q, k, v, k_range, v_range, counts, outs, lses, scale, count, most, first, parts, HEADS: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, RANGES: tl.constexpr, BITS: tl.constexpr, SHARED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Attend from the GROUP query heads of one KV head to one piece of its coded tokens, and write
     the output and the log-sum-exp of the piece. SHARED tokens share a range of keys. Queries of 16
@@ -375,12 +384,13 @@ def _attend_codes(
     A piece without any has a log-sum-exp of minus infinity."""
     this, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, group = this // HEADS, this % HEADS
-    PLANES: tl.constexpr = 8 // BITS if BITS else 1
-    WIDTH: tl.constexpr = DIM // PLANES
+    WIDTH: tl.constexpr = _row_bytes(DIM, BITS)
+    WIDE: tl.constexpr = padded(WIDTH)
+    PLANES: tl.constexpr = DIM // WIDTH
     dtype: tl.constexpr = (
         q.dtype.element_ty if BITS == 0 or q.dtype.element_ty == tl.float32 else tl.float16
     )
-    head, byte = tl.arange(0, FOLD), tl.arange(0, WIDE)[None, :]
+    head, byte = tl.arange(0, padded(GROUP)), tl.arange(0, WIDE)[None, :]
     asked = q + this * GROUP * DIM
     queries = (
         _plane(asked, head, byte, 0, GROUP, DIM, WIDTH).to(dtype),
@@ -388,22 +398,15 @@ def _attend_codes(
         _plane(asked, head, byte, 2 % PLANES, GROUP, DIM, WIDTH).to(dtype),
         _plane(asked, head, byte, 3 % PLANES, GROUP, DIM, WIDTH).to(dtype),
     )
-    keys, key_step = head_rows(k, k_places, batch, group, kb, kg, kt, ALIGNED)
-    values, value_step = head_rows(v, v_places, batch, group, vb, vg, vt, ALIGNED)
-    of_blocks, block_step = head_rows(
-        k_range, k_range_places, batch, group, krb, krg, krt, RANGE_ALIGNED
-    )
-    of_tokens, token_step = head_rows(
-        v_range, v_range_places, batch, group, vrb, vrg, vrt, RANGE_ALIGNED
-    )
-    # tells the compiler that loads may be as wide
-    token_step = token_step // RANGE_STEP * RANGE_STEP
+    keys, key_step = head_rows(k, batch, group)
+    values, value_step = head_rows(v, batch, group)
+    of_blocks, block_step = head_rows(k_range, batch, group)
+    of_tokens, token_step = head_rows(v_range, batch, group)
     every = tl.full([BLOCK, 1], 1, tl.int1)  # rows are read again where there are no more
-    top = tl.full([FOLD], float("-inf"), tl.float32)
-    totals = tl.zeros([FOLD, BLOCK], tl.float32)
-    mixed = tl.zeros([FOLD, WIDE * PLANES], tl.float32)
-    if counts is not None:
-        count = tl.load(counts + batch).to(tl.int32)
+    top = tl.full([head.shape[0]], float("-inf"), tl.float32)
+    totals = tl.zeros([head.shape[0], BLOCK], tl.float32)
+    mixed = tl.zeros([head.shape[0], WIDE * PLANES], tl.float32)
+    count = number_of(counts, batch, count)
     length = tl.maximum(tl.cdiv(tl.cdiv(count, BLOCK), most), 1) * BLOCK
     end = tl.minimum((piece + 1) * length, count)
     for start in range(piece * length, end, BLOCK):
@@ -411,7 +414,7 @@ def _attend_codes(
         there = token < end
         at = tl.minimum(token, end - 1).to(tl.int64)[:, None]  # no load waits for a mask of its own
         of_token = of_tokens + at * token_step
-        logits = tl.zeros([FOLD, BLOCK], tl.float32)
+        logits = tl.zeros([head.shape[0], BLOCK], tl.float32)
         if BITS == 0:
             key = _floats(keys + at * key_step, of_token, byte, every & (byte < DIM))
             logits += product(queries[0], tl.trans(key.to(dtype)))
@@ -419,19 +422,7 @@ def _attend_codes(
             codes = tl.load(keys + at * key_step + byte, mask=byte < WIDTH, other=0)
             for plane in tl.static_range(PLANES):
                 key = _keys(
-                    codes,
-                    of_blocks,
-                    block_step,
-                    start,
-                    end,
-                    byte,
-                    plane,
-                    DIM,
-                    WIDE,
-                    BITS,
-                    SHARED,
-                    BLOCK,
-                    dtype,
+                    codes, of_blocks, block_step, start, end, byte, plane, DIM, BITS, SHARED, dtype
                 )
                 logits += product(queries[plane], tl.trans(key))
         logits = tl.where(there[None, :], logits * (scale * 1.4426950408889634), float("-inf"))
@@ -442,68 +433,58 @@ def _attend_codes(
             value = _floats(values + at * value_step, of_token + 1, byte, every & (byte < DIM))
         else:
             packed = tl.load(values + at * value_step + byte, mask=byte < WIDTH, other=0)
-            value = _values(packed, of_token, every, DIM, WIDE, RANGES, BITS, BLOCK, dtype)
+            value = _values(packed, of_token, every, DIM, RANGES, BITS, dtype)
         mixed = mixed * shrink[:, None] + product(weights.to(dtype), value.to(dtype))
         totals = totals * shrink[:, None] + weights
         top = highest
     total = tl.sum(totals, 1)
     to = (this * GROUP + head) * parts + first + piece
     tl.store(lses + to, (top + tl.log2(total) - 12) * 0.6931471805599453, mask=head < GROUP)
-    channel, there = _channels(DIM, WIDE, BITS)
+    channel, there = _channels(DIM, BITS)
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(outs + to[:, None] * DIM + channel, mixed, mask=(head < GROUP)[:, None] & there)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _decode_rows(
-    k, v, k_range, v_range, k_places, v_places, k_range_places, v_range_places, counts, rows, blocks, exact, unused,
-    k_out, v_out, kb: tl.int64, kg: tl.int64, kt: tl.int64, vb: tl.int64, vg: tl.int64, vt: tl.int64, krb: tl.int64,
-    krg: tl.int64, krt: tl.int64, vrb: tl.int64, vrg: tl.int64, vrt: tl.int64, count, HEADS: tl.constexpr,
-    DIM: tl.constexpr, WIDE: tl.constexpr, RANGES: tl.constexpr, BITS: tl.constexpr, SHARED: tl.constexpr,
-    ROWS: tl.constexpr, EACH: tl.constexpr, ALIGNED: tl.constexpr, RANGE_ALIGNED: tl.constexpr,
-    RANGE_STEP: tl.constexpr,
+    k, v, k_range, v_range, counts, rows, blocks, exact, unused, k_out, v_out, count, HEADS: tl.constexpr,
+    DIM: tl.constexpr, RANGES: tl.constexpr, BITS: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Decode the keys and values of some tokens of one KV head into `k_out` and `v_out`. `counts`:
     how many of them each sequence has; None: `count`. Where `exact` is given, its values stand
-    instead of those from number `unused` on, one number per sequence if EACH."""
+    instead of those from number `unused` on."""
     this = tl.program_id(1).to(tl.int64)
     batch, group = this // HEADS, this % HEADS
     place = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    byte = tl.arange(0, WIDE)[None, :]
-    listed = place < count
-    if counts is not None:
-        listed = listed & (place < tl.load(counts + batch))
+    WIDTH: tl.constexpr = _row_bytes(DIM, BITS)
+    byte = tl.arange(0, padded(WIDTH))[None, :]
+    listed = place < number_of(counts, batch, count)
     row, block = place, place // SHARED
     if rows is not None:
         row = tl.load(rows + this * count + place, mask=listed, other=0).to(tl.int64)
     if blocks is not None:
         block = tl.load(blocks + this * count + place, mask=listed, other=0).to(tl.int64)
     row, block = tl.where(listed, row, 0), tl.where(listed, block, 0)
-    keys, key_step = head_rows(k, k_places, batch, group, kb, kg, kt, ALIGNED)
-    values, value_step = head_rows(v, v_places, batch, group, vb, vg, vt, ALIGNED)
-    of_blocks, block_step = head_rows(
-        k_range, k_range_places, batch, group, krb, krg, krt, RANGE_ALIGNED
-    )
-    of_tokens, token_step = head_rows(
-        v_range, v_range_places, batch, group, vrb, vrg, vrt, RANGE_ALIGNED
-    )
-    of_token = of_tokens + row * (token_step // RANGE_STEP * RANGE_STEP)
-    channel, there = _channels(DIM, WIDE, BITS)
+    keys, key_step = head_rows(k, batch, group)
+    values, value_step = head_rows(v, batch, group)
+    of_blocks, block_step = head_rows(k_range, batch, group)
+    of_tokens, token_step = head_rows(v_range, batch, group)
+    of_token = of_tokens + row * token_step
+    channel, there = _channels(DIM, BITS)
     if BITS == 0:
         key = _floats(keys + row * key_step, of_token, byte, listed & there)
         value = _floats(values + row * value_step, of_token + 1, byte, listed & there)
     else:
-        held: tl.constexpr = DIM * BITS // 8
-        codes = tl.load(keys + row * key_step + byte, mask=listed & (byte < held), other=0)
-        packed = tl.load(values + row * value_step + byte, mask=listed & (byte < held), other=0)
+        codes = tl.load(keys + row * key_step + byte, mask=listed & (byte < WIDTH), other=0)
+        packed = tl.load(values + row * value_step + byte, mask=listed & (byte < WIDTH), other=0)
         at = of_blocks + block * block_step + channel
         least = tl.load(at, mask=listed & there, other=0.0)
         step = tl.load(at + DIM, mask=listed & there, other=0.0)
-        key = _in_range(_planes(codes, ROWS, WIDE, BITS), least, step, tl.float32)
-        value = _values(packed, of_token, listed, DIM, WIDE, RANGES, BITS, ROWS, tl.float32)
+        key = _in_range(_planes(codes, BITS), least, step, tl.float32)
+        value = _values(packed, of_token, listed, DIM, RANGES, BITS, tl.float32)
     to = (this * count + place) * DIM + channel
     if exact is not None:
-        known = listed & (place >= tl.load(unused + batch * EACH))
+        known = listed & (place >= number_of(unused, batch, 0))
         value = tl.where(
             known, tl.load(exact + to, mask=known & there, other=0.0).to(tl.float32), value
         )

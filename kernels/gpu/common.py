@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dispatch import forced_backend
+from kernels.per_sequence import PerSequence
 from kernels.ragged import RAGGED, Ragged
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -100,13 +101,54 @@ def unfit_group(heads: int) -> str | None:
     )
 
 
-def located(x: Tensor | Ragged) -> tuple[Tensor, Tensor | None, int]:
-    """Return the arguments by which the kernels' `head_rows` finds x in memory: a tensor of x's
-    dtype and strides; the table of its sequences' addresses if x is `Ragged` (a tensor per
-    sequence), else None; and the number of bytes of which all addresses and steps are multiples."""
-    return (x.first, x.table, x.alignment) if isinstance(x, Ragged) else (x, None, 1)
+class Rows(NamedTuple):
+    """Say where the rows of a tensor lie, as one argument of a kernel (`head_rows`, `row_places`)."""
+
+    x: Tensor  # of their dtype; they are its rows if there is no table
+    table: Tensor | None  # the addresses of each sequence's tensor, of a `Ragged`
+    batch: int  # strides of x
+    group: int
+    row: int
+    aligned: (
+        Any  # bytes of which all steps between rows are multiples, and all addresses of a table
+    )
 
 
+def located(x: Tensor | Ragged) -> Rows:
+    """Return where the rows of x [B G S ...] lie, for a kernel; x may have a tensor per sequence."""
+    first, table, aligned = (
+        (x.first, x.table, x.alignment) if isinstance(x, Ragged) else (x, None, 1)
+    )
+    batch, group, row = first.stride()[:3]
+    return Rows(first, table, batch, group, row, tl.constexpr(aligned))
+
+
+def located_angles(x: Tensor | Ragged, batch: int) -> Rows:
+    """Return where a table of cos or sin lies, [1 C R] or [C R] for all of `batch` sequences, or one
+    for each (`Ragged`)."""
+    return located(x if isinstance(x, Ragged) else x.expand(batch, *x.shape[-2:]))
+
+
+def each(numbers: Tensor | None) -> tuple[Tensor, int] | None:
+    """Return numbers [1], for all sequences, or [B], one for each, as one argument of a kernel
+    (`number_of`): with the step from one sequence's number to the next."""
+    return None if numbers is None else (numbers, int(len(numbers) > 1))
+
+
+def counts_of(x: Tensor | Ragged) -> tuple[Tensor, int] | None:
+    """Return the lengths of unequal sequences as `each` does, or None if x is one tensor."""
+    return each(x.counts) if isinstance(x, Ragged) else None
+
+
+def known(number: int | PerSequence, device: torch.device) -> tuple[tuple[Tensor, int] | None, int]:
+    """Return a number for all sequences, or one for each, for a kernel: as `each` does, or None if
+    it is the same for all, and the largest."""
+    if isinstance(number, PerSequence):
+        return each(number.on(device)), number.most
+    return None, number
+
+
+@triton.constexpr_function
 def padded(size: int, least: int = 16) -> int:
     """Return the side of a tile that holds `size` entries: a power of two, and at least `least`, by
     default what the tensor cores take."""
@@ -161,38 +203,50 @@ def _programs_wanted() -> int:
 
 
 @triton.jit
-def head_rows(x, places, sequence, group, xb, xg, xt, ALIGNED: tl.constexpr):
-    """Return a pointer to the first row of a KV head, and the step between rows in entries. They
-    come from x and its strides xb, xg, xt, or, where each sequence has a tensor of its own, from
-    `places`, the `table` of addresses of a `Ragged`, whose numbers are multiples of ALIGNED bytes.
-    Without that hint rows would be read entry by entry."""
-    if places is None:
-        rows, step = x + sequence * xb + group * xg, xt
+def head_rows(rows, sequence, group):
+    """Return a pointer to the first row of a KV head, and the step between rows in entries, as int64.
+    Without the hint that `aligned` gives, rows would be read entry by entry."""
+    kind: tl.constexpr = rows.x.dtype.element_ty
+    size: tl.constexpr = kind.primitive_bitwidth // 8
+    if rows.table is None:
+        first = rows.x + sequence * rows.batch + tl.cast(group, tl.int64) * rows.group
+        step = tl.cast(rows.row, tl.int64)
     else:
-        kind: tl.constexpr = x.dtype.element_ty
-        size: tl.constexpr = kind.primitive_bitwidth // 8
-        begin, per_group = tl.load(places + 3 * sequence), tl.load(places + 3 * sequence + 1)
-        rows = (begin + group * per_group).to(tl.pointer_type(kind))
-        tl.multiple_of(rows, ALIGNED)
-        # a product, since a hint on a load would be lost
-        entries: tl.constexpr = max(1, ALIGNED // size)
-        step = tl.load(places + 3 * sequence + 2) // (size * entries) * entries
-    return rows, step
+        place = rows.table + 3 * sequence
+        first = (tl.load(place) + group * tl.load(place + 1)).to(tl.pointer_type(kind))
+        tl.multiple_of(first, rows.aligned)
+        step = tl.load(place + 2) // size
+    # a product, since a hint on a load would be lost
+    entries: tl.constexpr = max(1, rows.aligned // size)
+    return first, step // entries * entries
 
 
 @triton.jit
-def row_places(x, places, sequence, xb, xt):
-    """Return a pointer to the first row of a sequence, and the step between rows in entries. They
-    come from x and its strides xb, xt, or, where each sequence has a tensor of its own, from
-    `places`, the `table` of addresses of a `Ragged` whose tensors have rows in their second
-    dimension."""
-    if places is None:
-        rows, step = x + sequence * xb, xt
+def row_places(rows, sequence):
+    """Return a pointer to the first row of a sequence, and the step between rows in entries, as int64,
+    for a tensor [B S D], whose rows are in the second dimension."""
+    if rows.table is None:
+        first, step = rows.x + sequence * rows.batch, tl.cast(rows.group, tl.int64)
     else:
-        kind: tl.constexpr = x.dtype.element_ty
-        rows = tl.load(places + 3 * sequence).to(tl.pointer_type(kind))
-        step = tl.load(places + 3 * sequence + 1) // (kind.primitive_bitwidth // 8)
-    return rows, step
+        kind: tl.constexpr = rows.x.dtype.element_ty
+        first = tl.load(rows.table + 3 * sequence).to(tl.pointer_type(kind))
+        step = tl.load(rows.table + 3 * sequence + 1) // (kind.primitive_bitwidth // 8)
+    return first, step
+
+
+@triton.jit
+def number_of(numbers, sequence, number):
+    """Return a sequence's entry in `numbers` (`each`), or `number` if that is None."""
+    if numbers is not None:
+        number = tl.load(numbers[0] + sequence * numbers[1]).to(tl.int32)
+    return number
+
+
+@triton.jit
+def finite(top):
+    """Return `top`, which is to be subtracted from numbers that are no larger; 0 where they are all
+    minus infinity."""
+    return tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, chain
 from math import lcm
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,8 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.common import (
+    Rows,
+    counts_of,
+    each,
+    finite,
     head_rows,
     located,
+    number_of,
     padded,
     places,
     product,
@@ -34,24 +39,31 @@ from kernels.reference import Segment
 
 _BLOCK = 64  # tokens
 _PARTS = 256  # parts of a head that are merged at once, at most
-_CHANNELS = 32  # channels of a head that one program merges
-_QUERIES = 8  # queries whose parts one program merges where the parts lie apart
+_CHANNELS = tl.constexpr(32)  # channels of a head that one program merges
+_QUERIES = tl.constexpr(8)  # queries whose parts one program merges where the parts lie apart
 _MOST_APART = 8  # parts that lie apart
 _AT_ONCE = 3  # segments that one launch reads
-_LIVE = 5  # the place of `live` among the arguments of a segment
 
 
 class _Shape(NamedTuple):
     """Hold the constants by which `_attend` is compiled for one segment."""
 
-    each: int  # 1 if each sequence has a number of its own of tokens that exist, else 0
     lists: int  # of tokens, per sequence
     share: int  # lists of one KV head
     group: int  # query heads that read one list
-    fold: int  # their number in a tile
     block: int  # tokens of a tile
-    aligned: int  # bytes of which all addresses of a `Ragged` are multiples
     ahead: int  # tiles that are loaded ahead, and one (Triton's num_stages)
+
+
+class _Given(NamedTuple):
+    """Hold one segment as an argument of `_attend`."""
+
+    k: Rows
+    v: Rows
+    rows: Tensor | None  # without gaps
+    live: tuple[Tensor, int] | None  # how many tokens of a list exist (`each`); None: all
+    log_weights: Tensor | None
+    shape: _Shape  # of `tl.constexpr`
 
 
 # tokens of a segment's longest list, tokens of a piece of it, pieces of any list at most
@@ -84,30 +96,43 @@ def read_parts(
     those of an earlier one: so the order in which parts are merged depends on no other sequence."""
     batch, heads, _, dim = q.shape
     q = q.contiguous()
-    there = [
-        segment
-        for segment in segments
-        if segment.k.shape[2] and (segment.rows is None or segment.rows.shape[2])
-    ]
+    there = [segment for segment in segments if segment.k.shape[2] and segment.lists[1]]
     ahead = 2 if any(segment.rows is not None for segment in there) else stages(q)
-    given = [_arguments(segment) for segment in there]
-    shapes = [
-        _shape(heads, segment, some[_LIVE], ahead)
-        for segment, some in zip(there, given, strict=True)
-    ]
+    shapes = [_shape(heads, segment, ahead) for segment in there]
+    given = [_given(*described) for described in zip(there, shapes, strict=True)]
     at_once = places(_shared_bytes(q, shapes), 104 if dim * q.element_size() > 128 else 80, 4)
     at_once = max(
         1, at_once - (len(segments) - 1) * max((shape.lists for shape in shapes), default=1)
     )
-    cuts = [_cut(*described, at_once) for described in zip(there, given, shapes, strict=True)]
+    cuts = [
+        _cut(segment, some.live is not None, shape, at_once)
+        for segment, some, shape in zip(there, given, shapes, strict=True)
+    ]
     parts = sum(pieces for *_, pieces in cuts) + more
     outs = q.new_empty((batch * heads, parts, dim), dtype=torch.float32)
     lses = q.new_empty((batch * heads, parts), dtype=torch.float32)
     first = 0
     for start in range(0, len(there), _AT_ONCE):
         some = slice(start, start + _AT_ONCE)
-        _read(q, given[some], shapes[some], cuts[some], at_once, packed, scale, outs, lses, first)
-        first += sum(pieces for *_, pieces in cuts[some])
+        lists = lcm(*(shape.lists for shape in shapes[some]))
+        padding = ((0, 0, 0),) * (_AT_ONCE - len(cuts[some]))
+        pieces = sum(pieces for *_, pieces in cuts[some])
+        _attend[(batch * lists, pieces)](
+            q,
+            tuple(given[some]),
+            outs,
+            lses,
+            scale,
+            first,
+            parts,
+            at_once,
+            *chain(*cuts[some], *padding),
+            lists,
+            heads // lists,
+            packed,
+            dim,
+        )
+        first += pieces
     of_each = {id(segment): pieces for segment, (*_, pieces) in zip(there, cuts, strict=True)}
     return (
         outs,
@@ -166,12 +191,14 @@ def merge_attention_with_lse(
     the parts into one tensor."""
     (batch, heads, tokens, dim), out = outs[0].shape, torch.empty_like(outs[0])
     lse = lses[0].new_empty(lses[0].shape)
-    both = zip(outs, (x.view(batch, heads, tokens) for x in lses), strict=True)
-    parts = tuple(
-        (part, part_lse, *part.stride()[:3], *part_lse.stride()) for part, part_lse in both
-    )
     _merge_apart[(triton.cdiv(tokens, _QUERIES), batch * heads)](
-        parts, out, lse, *out.stride()[:3], tokens, len(parts), heads, dim, padded(dim), _QUERIES
+        tuple(map(located, outs)),
+        tuple(located(x.view(batch, heads, tokens)) for x in lses),
+        located(out),
+        lse,
+        tokens,
+        heads,
+        dim,
     )
     return out, lse
 
@@ -179,26 +206,23 @@ def merge_attention_with_lse(
 merge_attention_with_lse_refuses = merge_attention_refuses
 
 
-def _arguments(segment: Segment) -> tuple[Any, ...]:
-    """Return the tensors and strides of one segment, as the kernel `_attend` takes them. `live`,
-    which says how many tokens of a list exist for each sequence, is None where all exist."""
+def _shape(heads: int, segment: Segment, ahead: int) -> _Shape:
+    """Return the constants by which the kernel `_attend` is compiled for a segment."""
+    k, lists = segment.k, segment.lists[0]
+    # as much as fits into registers
+    block = _BLOCK if heads // lists <= 32 and k.dtype.itemsize == 2 else _BLOCK // 2
+    return _Shape(lists, lists // k.shape[1], heads // lists, block, ahead)
+
+
+def _given(segment: Segment, shape: _Shape) -> _Given:
+    """Return a segment as the kernel `_attend` takes it."""
     k, v, rows, live, _ = segment
     log_weights = segment.weights_of(segment.lists[1])
     listed: Tensor | Ragged = k if rows is None else rows
-    live = listed.counts if isinstance(listed, Ragged) and live is None else live
+    of_each = counts_of(listed) if live is None else each(live)
     rows = None if rows is None else filled(rows).contiguous()
-    (k, k_places, _), (v, v_places, _) = map(located, (k, v))
-    return k, v, k_places, v_places, rows, live, *k.stride()[:3], *v.stride()[:3], log_weights
-
-
-def _shape(heads: int, segment: Segment, live: Tensor | None, ahead: int) -> _Shape:
-    """Return the constants by which the kernel `_attend` is compiled for a segment."""
-    k, v, lists = segment.k, segment.v, segment.lists[0]
-    fold, each = padded(heads // lists), int(live is not None and len(live) > 1)
-    aligned = min(x.alignment if isinstance(x, Ragged) else 1 for x in (k, v))
-    # as much as fits into registers
-    block = _BLOCK if fold <= 32 and k.dtype.itemsize == 2 else _BLOCK // 2
-    return _Shape(each, lists, lists // k.shape[1], heads // lists, fold, block, aligned, ahead)
+    constants = _Shape(*map(tl.constexpr, shape))
+    return _Given(located(k), located(v), rows, of_each, log_weights, constants)
 
 
 def _shared_bytes(q: Tensor, shapes: Sequence[_Shape]) -> int:
@@ -206,35 +230,20 @@ def _shared_bytes(q: Tensor, shapes: Sequence[_Shape]) -> int:
     loaded ahead, the queries and their weights."""
     wide, size = padded(q.shape[3]), q.element_size()
     tiles = (
-        2 * shape.block * wide * (shape.ahead - 1) + shape.fold * (wide + shape.block)
+        2 * shape.block * wide * (shape.ahead - 1) + padded(shape.group) * (wide + shape.block)
         for shape in shapes
     )
     return size * max(tiles, default=0)
 
 
-def _cut(segment: Segment, given: tuple[Any, ...], shape: _Shape, at_once: int) -> _Cut:
+def _cut(segment: Segment, counted: bool, shape: _Shape, at_once: int) -> _Cut:
     """Say how the tokens of a segment are cut so that the pieces of one sequence fill the device
     once, which runs `at_once` programs at a time. Sequences that share a launch are each cut as
-    they would be alone."""
+    they would be alone. counted: the device knows how many tokens of a list exist."""
     count = segment.lists[1]
     blocks, most = triton.cdiv(count, shape.block), max(1, at_once // shape.lists)
     each = triton.cdiv(blocks, most)
-    pieces = triton.cdiv(blocks, each) if given[_LIVE] is None else min(blocks, most)
-    return count, each * shape.block, pieces
-
-
-def _read(
-    q: Tensor, given: Sequence[tuple[Any, ...]], shapes: Sequence[_Shape], cuts: Sequence[_Cut], at_once: int,
-    packed: bool, scale: float, outs: Tensor, lses: Tensor, first: int,
-) -> None:  # fmt: skip
-    """Attend to each piece of a few segments. Write the results of the pieces into `outs` and
-    `lses`, from place `first` on."""
-    (batch, heads, _, dim), lists = q.shape, lcm(*(shape.lists for shape in shapes))
-    padding = ((0, 0, 0),) * (_AT_ONCE - len(cuts))
-    _attend[(batch * lists, sum(pieces for *_, pieces in cuts))](
-        q, tuple(given), outs, lses, scale, first, outs.shape[1], at_once, *chain(*cuts, *padding), len(given), lists,
-        heads // lists, tuple(map(tuple, shapes)), packed, dim, padded(dim), num_warps=4,
-    )  # fmt: skip
+    return count, each * shape.block, min(blocks, most) if counted else triton.cdiv(blocks, each)
 
 
 def merged(outs: Tensor, lses: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,115 +253,96 @@ def merged(outs: Tensor, lses: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     batch, heads, _, dim = out.shape
     lse, parts = out.new_empty((batch, heads), dtype=torch.float32), lses.shape[1]
     _merge[(batch * heads, triton.cdiv(dim, _CHANNELS))](
-        outs,
-        lses,
-        out,
-        lse,
-        parts,
-        dim,
-        min(padded(parts), _PARTS),
-        _CHANNELS,
-        num_warps=4,
-        num_stages=1,
+        outs, lses, out, lse, parts, dim, min(padded(parts), _PARTS), num_stages=1
     )
     return out, lse
 
 
 @triton.jit
 def _attend_to(
-    q, segments, outs, lses, scale, this, piece, listed, count, length, part, parts, INDEX: tl.constexpr,
-    SHAPES: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    q, segment, outs, lses, scale, this, piece, listed, count, length, part, parts, DIM: tl.constexpr
 ):  # fmt: skip
-    """Attend from the GROUP query heads that share one list of rows (tokens) to one piece of that
-    list, whose first `count` of `listed` rows exist, and write the result as part number `part` of
-    each head. A KV head has SHARE lists: one if its query heads read the same tokens. Rows with a
-    log-weight of minus infinity are not loaded; without any other row a part is empty."""
-    k, v, k_places, v_places, rows, _, kb, kg, kt, vb, vg, vt, added = segments[INDEX]
-    LISTS: tl.constexpr = SHAPES[INDEX][1]
-    SHARE: tl.constexpr = SHAPES[INDEX][2]
-    GROUP: tl.constexpr = SHAPES[INDEX][3]
-    FOLD: tl.constexpr = SHAPES[INDEX][4]
-    BLOCK: tl.constexpr = SHAPES[INDEX][5]
-    ALIGNED: tl.constexpr = SHAPES[INDEX][6]
-    AHEAD: tl.constexpr = SHAPES[INDEX][7]
+    """Attend from the query heads that share one list of rows (tokens) to one piece of that list,
+    whose first `count` of `listed` rows exist, and write the result as part number `part` of each
+    head. Rows with a log-weight of minus infinity are not loaded; without any other row a part is
+    empty."""
+    BLOCK: tl.constexpr = segment.shape.block
+    FOLD: tl.constexpr = padded(segment.shape.group)
+    WIDE: tl.constexpr = padded(DIM)
     head, dim = tl.arange(0, FOLD), tl.arange(0, WIDE)
-    of_query = this * GROUP + head
-    query = tl.load(
-        q + of_query[:, None] * DIM + dim, mask=(head < GROUP)[:, None] & (dim < DIM), other=0.0
-    )
-    batch, group = this // LISTS, this % LISTS // SHARE
-    keys, key_step = head_rows(k, k_places, batch, group, kb, kg, kt, ALIGNED)
-    values, value_step = head_rows(v, v_places, batch, group, vb, vg, vt, ALIGNED)
+    of_query, mine = this * segment.shape.group + head, head < segment.shape.group
+    query = tl.load(q + of_query[:, None] * DIM + dim, mask=mine[:, None] & (dim < DIM), other=0.0)
+    batch, group = this // segment.shape.lists, this % segment.shape.lists // segment.shape.share
+    keys, key_step = head_rows(segment.k, batch, group)
+    values, value_step = head_rows(segment.v, batch, group)
     top = tl.full([FOLD], float("-inf"), tl.float32)
     # summed at the end: a sum over threads waits for all of them
     totals = tl.zeros([FOLD, BLOCK], tl.float32)
     mixed = tl.zeros([FOLD, WIDE], tl.float32)
     end = tl.minimum((piece + 1) * length, count)
-    for start in tl.range(piece * length, end, BLOCK, num_stages=AHEAD):
+    for start in tl.range(piece * length, end, BLOCK, num_stages=segment.shape.ahead):
         place = start + tl.arange(0, BLOCK)
         # no load waits for a mask of its own
         read, token = place < end, tl.minimum(place, end - 1).to(tl.int64)
         there = (dim < DIM)[None, :]
-        if added is not None:
-            log_weight = tl.load(added + this * listed + token)
+        if segment.log_weights is not None:
+            log_weight = tl.load(segment.log_weights + this * listed + token)
             read &= log_weight > float("-inf")
             there &= read[:, None]
-        if rows is not None:
-            token = tl.load(rows + this * listed + token)
+        if segment.rows is not None:
+            token = tl.load(segment.rows + this * listed + token)
         key = tl.load(keys + token[:, None] * key_step + dim, mask=there, other=0.0)
         value = tl.load(values + token[:, None] * value_step + dim, mask=there, other=0.0)
         logits = product(query, tl.trans(key)) * scale
-        if added is not None:
+        if segment.log_weights is not None:
             logits += log_weight[None, :]
         logits = tl.where(read, logits, float("-inf"))
         highest = tl.maximum(top, tl.max(logits, 1))
         shift = highest
-        if added is not None:
-            shift = tl.where(highest == float("-inf"), 0.0, highest)
+        if segment.log_weights is not None:
+            shift = finite(highest)
         shrink, weights = tl.exp(top - shift), tl.exp(logits - shift[:, None])
         mixed = mixed * shrink[:, None] + product(weights.to(value.dtype), value)
         totals = totals * shrink[:, None] + weights
         top = highest
     total, to = tl.sum(totals, 1), of_query * parts + part
-    tl.store(lses + to, top + tl.log(total), mask=head < GROUP)
+    tl.store(lses + to, top + tl.log(total), mask=mine)
     mixed = mixed / total[:, None]
-    tl.store(outs + to[:, None] * DIM + dim, mixed, mask=(head < GROUP)[:, None] & (dim < DIM))
+    tl.store(outs + to[:, None] * DIM + dim, mixed, mask=mine[:, None] & (dim < DIM))
 
 
 @triton.jit(
     do_not_specialize=["first", "parts", "at_once", "c0", "l0", "p0", "c1", "l1", "p1", "c2", "l2", "p2"]
 )  # fmt: skip
 def _attend(
-    q, segments, outs, lses, scale, first, parts, at_once, c0, l0, p0, c1, l1, p1, c2, l2, p2, SEGMENTS: tl.constexpr,
-    LISTS: tl.constexpr, HEADS: tl.constexpr, SHAPES: tl.constexpr, PACKED: tl.constexpr, DIM: tl.constexpr,
-    WIDE: tl.constexpr,
+    q, segments, outs, lses, scale, first, parts, at_once, c0, l0, p0, c1, l1, p1, c2, l2, p2, LISTS: tl.constexpr,
+    HEADS: tl.constexpr, PACKED: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """Attend to one piece of one of up to three segments. Segment i has up to ci rows in a list,
     cut into pi pieces of li rows. LISTS is a multiple of every segment's number of lists; a segment
     with fewer lists leaves some programs without work.
 
-    A segment's `live` says how many rows of a list exist, one number for each sequence if EACH is
-    1, one for all if it is 0. Then a list is cut by that number, into as many pieces as it would be
-    alone. The parts that are left over get a log-sum-exp of minus infinity; if PACKED, they come
-    last, else at the end of each segment."""
+    A segment's `live` says how many rows of a list exist. Then a list is cut by that number, into
+    as many pieces as it would be alone. The parts that are left over get a log-sum-exp of minus
+    infinity; if PACKED, they come last, else at the end of each segment."""
     program, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = first + piece
     counts, lengths, pieces = (c0, c1, c2), (l0, l1, l2), (p0, p1, p2)
-    for index in tl.static_range(SEGMENTS):
+    for index in tl.static_range(len(segments)):
         if piece >= 0:
-            live, this = segments[index][5], program // (LISTS // SHAPES[index][1])
+            # not under a name of its own, which would make its constants numbers
+            this = program // (LISTS // segments[index].shape.lists)
             count, length, some = counts[index], lengths[index], pieces[index]
-            if live is not None:
-                count = tl.minimum(
-                    count, tl.load(live + this // SHAPES[index][1] * SHAPES[index][0]).to(tl.int32)
-                )
-                blocks = tl.cdiv(count, SHAPES[index][5])
-                each = tl.maximum(tl.cdiv(blocks, tl.maximum(at_once // SHAPES[index][1], 1)), 1)
-                length, some = each * SHAPES[index][5], tl.cdiv(blocks, each)
-            if (piece < some) & (program % (LISTS // SHAPES[index][1]) == 0):
+            if segments[index].live is not None:
+                count = number_of(segments[index].live, this // segments[index].shape.lists, count)
+                count = tl.minimum(count, counts[index])
+                blocks = tl.cdiv(count, segments[index].shape.block)
+                most = tl.maximum(at_once // segments[index].shape.lists, 1)
+                each = tl.maximum(tl.cdiv(blocks, most), 1)
+                length, some = each * segments[index].shape.block, tl.cdiv(blocks, each)
+            if (piece < some) & (program % (LISTS // segments[index].shape.lists) == 0):
                 _attend_to(
-                    q, segments, outs, lses, scale, this, piece, counts[index], count, length, place, parts, index,
-                    SHAPES, DIM, WIDE,
+                    q, segments[index], outs, lses, scale, this, piece, counts[index], count, length, place, parts, DIM
                 )  # fmt: skip
             if PACKED:
                 piece -= some
@@ -366,16 +356,17 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=["parts"])
-def _merge(
-    outs, lses, out, lse, parts, DIM: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr
-):  # fmt: skip
+def _merge(outs, lses, out, lse, parts, DIM: tl.constexpr, PARTS: tl.constexpr):
     """Merge some channels of attention over the parts of one head into one softmax, weighted by
     their log-sum-exps; an empty part has one of minus infinity. Up to PARTS of them are loaded at
     once, so that there is one trip to memory."""
-    head, dim = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    head, dim = (
+        tl.program_id(0).to(tl.int64),
+        tl.program_id(1) * _CHANNELS + tl.arange(0, _CHANNELS),
+    )
     top = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
-    mixed = tl.zeros([CHANNELS], tl.float32)
+    mixed = tl.zeros([_CHANNELS], tl.float32)
     for start in range(0, parts, PARTS):
         part = start + tl.arange(0, PARTS)
         at, there = head * parts + part, (part < parts)[:, None] & (dim < DIM)
@@ -383,7 +374,7 @@ def _merge(
         rows = tl.load(outs + at[:, None] * DIM + dim, mask=there, other=0.0)
         rows = tl.where(weight[:, None] == float("-inf"), 0.0, rows)  # nobody writes an empty part
         highest = tl.maximum(top, tl.max(weight, 0))
-        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        shift = finite(highest)
         weight, shrink = tl.exp(weight - shift), tl.exp(top - shift)
         mixed = mixed * shrink + tl.sum(rows * weight[:, None], 0)
         total = total * shrink + tl.sum(weight, 0)
@@ -394,33 +385,28 @@ def _merge(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _merge_apart(
-    parts, out, lse, ob, oh, ot, tokens, PARTS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
-    WIDE: tl.constexpr, QUERIES: tl.constexpr,
-):  # fmt: skip
-    """Merge a few parts, each of which has tensors of its own (attention, log-sum-exp and their
-    strides), of some queries of one head into one softmax."""
+def _merge_apart(parts, parts_lse, out, lse, tokens, HEADS: tl.constexpr, DIM: tl.constexpr):
+    """Merge a few parts, each of which has tensors of its own for attention and its log-sum-exp, of
+    some queries of one head into one softmax."""
     this = tl.program_id(1).to(tl.int64)
-    batch, head = this // HEADS, this % HEADS
-    query, dim = tl.program_id(0).to(tl.int64) * QUERIES + tl.arange(0, QUERIES), tl.arange(0, WIDE)
+    batch, head, dim = this // HEADS, this % HEADS, tl.arange(0, padded(DIM))
+    query = tl.program_id(0).to(tl.int64) * _QUERIES + tl.arange(0, _QUERIES)
     there = (query < tokens)[:, None] & (dim < DIM)
-    top = tl.full([QUERIES], float("-inf"), tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    mixed = tl.zeros([QUERIES, WIDE], tl.float32)
-    for index in tl.static_range(PARTS):
-        part, part_lse, pb, ph, pt, lb, lh, lt = parts[index]
-        row = tl.load(
-            part + batch * pb + head * ph + query[:, None] * pt + dim, mask=there, other=0.0
-        ).to(tl.float32)
-        weight = tl.load(
-            part_lse + batch * lb + head * lh + query * lt, mask=query < tokens, other=0.0
-        )
+    top = tl.full([_QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([_QUERIES], tl.float32)
+    mixed = tl.zeros(there.shape, tl.float32)
+    for index in tl.static_range(len(parts)):
+        rows, step = head_rows(parts[index], batch, head)
+        row = tl.load(rows + query[:, None] * step + dim, mask=there, other=0.0).to(tl.float32)
+        weights, apart = head_rows(parts_lse[index], batch, head)
+        weight = tl.load(weights + query * apart, mask=query < tokens, other=0.0)
         highest = tl.maximum(top, weight)
-        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        shift = finite(highest)
         weight, shrink = tl.exp(weight - shift), tl.exp(top - shift)
         mixed = mixed * shrink[:, None] + row * weight[:, None]
         total = total * shrink + weight
         top = highest
     tl.store(lse + this * tokens + query, top + tl.log(total), mask=query < tokens)
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(out + batch * ob + head * oh + query[:, None] * ot + dim, mixed, mask=there)
+    rows, step = head_rows(out, batch, head)
+    tl.store(rows + query[:, None] * step + dim, mixed, mask=there)

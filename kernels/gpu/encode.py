@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.common import unfit_heads, unfit_shape
+from kernels.gpu.common import head_rows, located, unfit_heads, unfit_shape
 
 _MOST = 1 << 14  # numbers of a block of tokens in one head
 
@@ -27,8 +27,8 @@ def encode_codes(
     bad = k.new_empty((batch, groups, blocks), dtype=torch.int8)
     if blocks:
         _encode[(blocks, batch * groups)](
-            k, v, k_codes, k_range, v_codes, v_range, bad, *k.stride()[:3], *v.stride()[:3], blocks, groups, group, dim,
-            ranges, bits, num_warps=4 if group * dim <= 4096 else 8,
+            located(k), located(v), k_codes, k_range, v_codes, v_range, bad, blocks, groups, group, dim, ranges, bits,
+            num_warps=4 if group * dim <= 4096 else 8,
         )  # fmt: skip
     return k_codes, k_range, v_codes, v_range, bad
 
@@ -70,19 +70,19 @@ def _coded(x, AXIS: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _packed(codes, ROWS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr):
+def _packed(codes, BITS: tl.constexpr):
     """Pack codes [ROWS DIM] into bytes [ROWS DIM * BITS / 8]: the first codes of a row are the
     lowest bits of all bytes, the next ones the bits above, and so on."""
     PLANES: tl.constexpr = 8 // BITS
-    planes = tl.reshape(codes, [ROWS, PLANES, DIM // PLANES]).to(tl.int32)
+    shape: tl.constexpr = [codes.shape[0], PLANES, codes.shape[1] // PLANES]
+    planes = tl.reshape(codes, shape).to(tl.int32)
     return tl.sum(planes << (tl.arange(0, PLANES) * BITS)[None, :, None], 1).to(tl.uint8)
 
 
 @triton.jit(do_not_specialize=["blocks"])
 def _encode(
-    k, v, k_codes, k_range, v_codes, v_range, bad, kb: tl.int64, kg: tl.int64, kt: tl.int64, vb: tl.int64,
-    vg: tl.int64, vt: tl.int64, blocks, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    RANGES: tl.constexpr, BITS: tl.constexpr,
+    k, v, k_codes, k_range, v_codes, v_range, bad, blocks, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    DIM: tl.constexpr, RANGES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Encode the keys of one block of GROUP tokens of one KV head, each channel in a range of its
     own, and their values, each token in RANGES ranges of neighbouring channels."""
@@ -95,14 +95,16 @@ def _encode(
     row = block * GROUP + token
     of_block = this * blocks + block
     to = (of_block * GROUP + token) * WIDTH + byte
-    key = tl.load(k + batch * kb + group * kg + row * kt + dim).to(tl.float32)
-    value = tl.load(v + batch * vb + group * vg + row * vt + dim).to(tl.float32)
+    keys, key_step = head_rows(k, batch, group)
+    values, value_step = head_rows(v, batch, group)
+    key = tl.load(keys + row * key_step + dim).to(tl.float32)
+    value = tl.load(values + row * value_step + dim).to(tl.float32)
     codes, least, step, unfit = _coded(key, 0, BITS)
-    tl.store(k_codes + to, _packed(codes, GROUP, DIM, BITS))
+    tl.store(k_codes + to, _packed(codes, BITS))
     tl.store(k_range + of_block * 2 * DIM + dim, least)
     tl.store(k_range + of_block * 2 * DIM + DIM + dim, step)
     codes, least, step, worse = _coded(tl.reshape(value, [GROUP, RANGES, DIM // RANGES]), 2, BITS)
-    tl.store(v_codes + to, _packed(tl.reshape(codes, [GROUP, DIM]), GROUP, DIM, BITS))
+    tl.store(v_codes + to, _packed(tl.reshape(codes, [GROUP, DIM]), BITS))
     ranges = v_range + (of_block * GROUP + token) * 2 * RANGES + tl.arange(0, RANGES)[None, :]
     tl.store(ranges, tl.reshape(least, [GROUP, RANGES]))
     tl.store(ranges + RANGES, tl.reshape(step, [GROUP, RANGES]))

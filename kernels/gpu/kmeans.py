@@ -17,7 +17,7 @@ from kernels.gpu.common import padded, product, split, unfit_floats
 
 MOST_CHANNELS, MOST_CLUSTERS = 128, 1024
 _AT_ONCE = 64  # clusters that points are compared with, or summed for, at once
-_PIECES = 8  # sums of pieces that are added at once
+_PIECES = tl.constexpr(8)  # sums of pieces that are added at once
 
 
 def kmeans(
@@ -47,8 +47,8 @@ def kmeans(
     def assign(step: int, find: bool, add: bool, until: Tensor | None = shifts) -> None:
         _assign[(pieces, problems, triton.cdiv(clusters, at_once) if add else 1)](
             whole, parts, halves, sums, counts, codes, until, bounds, *whole.stride()[:4], step, problems, points,
-            length, whole.shape[1], whole.shape[2], clusters, dim, padded(dim), at_once, rows, parts.shape[1], blocks,
-            find, add, num_warps=8, num_stages=2,
+            length, whole.shape[1], whole.shape[2], clusters, dim, at_once, rows, parts.shape[1], blocks, find, add,
+            num_warps=8, num_stages=2,
         )  # fmt: skip
 
     for step in range(iterations):
@@ -56,16 +56,14 @@ def kmeans(
             assign(step, True, False)
         assign(step, not many, True)
         _move[(problems, blocks)](
-            sums, counts, centroids, parts, halves, shifts, bounds, step, problems, pieces, clusters, dim, padded(dim),
-            parts.shape[1], blocks, _PIECES, num_warps=4,
+            sums, counts, centroids, parts, halves, shifts, bounds, step, problems, pieces, clusters, dim,
+            parts.shape[1], blocks,
         )  # fmt: skip
     assign(0, True, False, None)
     return centroids, codes
 
 
-def kmeans_refuses(
-    x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4
-) -> str | None:
+def kmeans_refuses(x: Tensor, initial: Tensor, *_: float) -> str | None:
     if (
         x.shape[-1] > MOST_CHANNELS
         or len(initial) > MOST_CLUSTERS
@@ -109,15 +107,8 @@ def _still(shifts, bounds, problems, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _near(
-    value,
-    parts,
-    halves,
-    cluster,
-    channel,
-    CLUSTERS: tl.constexpr,
-    DIM: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+    value, parts, halves, cluster, channel, CLUSTERS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
     """Return the products of points with some centroids, less half the squares of these: the larger,
     the nearer."""
     real = (cluster < CLUSTERS)[:, None] & (channel < DIM)
@@ -135,8 +126,8 @@ def _near(
 def _assign(
     x, parts, halves, sums, counts, codes, shifts, bounds, xb: tl.int64, xg: tl.int64, xm: tl.int64, xt: tl.int64, step,
     problems, points, length, GROUPS: tl.constexpr, SPLIT: tl.constexpr, CLUSTERS: tl.constexpr, DIM: tl.constexpr,
-    WIDE: tl.constexpr, AT_ONCE: tl.constexpr, POINTS: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr,
-    FIND: tl.constexpr, ADD: tl.constexpr,
+    AT_ONCE: tl.constexpr, POINTS: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr, FIND: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
     """For each point of one piece of one problem, find the nearest centroid, of equally near ones the
     first, if FIND says so, else read its number from `codes`. Sum and count the points of a block of
@@ -152,9 +143,9 @@ def _assign(
     x += problem // (GROUPS * SPLIT) * xb + problem // SPLIT % GROUPS * xg + problem % SPLIT * xm
     parts += problem * PARTS * CLUSTERS * DIM
     halves += problem * CLUSTERS
-    each, channel = tl.arange(0, AT_ONCE), tl.arange(0, WIDE)
+    each, channel = tl.arange(0, AT_ONCE), tl.arange(0, padded(DIM))
     cluster = tl.program_id(2) * AT_ONCE + each
-    total = tl.zeros([AT_ONCE, WIDE], tl.float32)
+    total = tl.zeros([AT_ONCE, channel.shape[0]], tl.float32)
     number = tl.zeros([AT_ONCE, 16], tl.float32)
     ones = tl.full([POINTS, 16], 1.0, tl.float32).to(x.dtype.element_ty)
     end = tl.minimum((piece + 1) * length, points)
@@ -193,7 +184,7 @@ def _assign(
 @triton.jit(do_not_specialize=["step", "problems", "pieces"])
 def _move(
     sums, counts, centroids, parts, halves, shifts, bounds, step, problems, pieces, CLUSTERS: tl.constexpr,
-    DIM: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr,
+    DIM: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Move 16 centroids of one problem to the means of their points; one without points stays. Write
     how far they moved, as the sum of squares."""
@@ -203,12 +194,16 @@ def _move(
     if _still(shifts, bounds, problems, BLOCKS):
         tl.store(shifts + problems * BLOCKS + to, tl.load(shifts + to, mask=block < BLOCKS))
         return
-    cluster, channel, each = block * 16 + tl.arange(0, 16), tl.arange(0, WIDE), tl.arange(0, PIECES)
+    cluster, channel, each = (
+        block * 16 + tl.arange(0, 16),
+        tl.arange(0, padded(DIM)),
+        tl.arange(0, _PIECES),
+    )
     there = cluster < CLUSTERS
     real = there[:, None] & (channel < DIM)
-    total = tl.zeros([16, WIDE], tl.float32)
+    total = tl.zeros(real.shape, tl.float32)
     number = tl.zeros([16], tl.float32)
-    for start in range(0, pieces, PIECES):
+    for start in range(0, pieces, _PIECES):
         at = ((start + each).to(tl.int64) * problems + problem)[:, None] * CLUSTERS + cluster
         some = (start + each < pieces)[:, None] & there
         number += tl.sum(tl.load(counts + at, mask=some, other=0.0), 0)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kernels.gpu.common import padded, unfit, unfit_floats, unfit_shape
 
-_PIECE = 1024  # logits that one program reads
-_MOST_PIECES = 4096
+_PIECE = tl.constexpr(1024)  # logits that one program reads
+_MOST = 1 << 22  # logits of a row
 
 
 def likeliest_tokens(logits: Tensor, out: Tensor | None = None) -> Tensor:
@@ -25,27 +25,27 @@ def likeliest_tokens(logits: Tensor, out: Tensor | None = None) -> Tensor:
     best = torch.empty((rows, pieces), dtype=torch.int64, device=logits.device)
     sums = torch.empty((rows, pieces), dtype=torch.float32, device=logits.device)
     out = torch.empty((2, rows), dtype=torch.int64, device=logits.device) if out is None else out
-    _best_of_piece[(pieces, rows)](logits, best, sums, logits.stride(0), width, _PIECE, num_warps=4)
-    _best_of_all[(rows,)](best, sums, out, out.stride(0), pieces, padded(pieces, 1), num_warps=1)
+    _best_of_piece[(pieces, rows)](logits, best, sums, logits.stride(0), width)
+    _best_of_all[(rows,)](best, sums, out, out.stride(0), pieces, num_warps=1)
     return out
 
 
 def likeliest_tokens_refuses(logits: Tensor, out: Tensor | None = None) -> str | None:
     if logits.stride(1) != 1 or (out is not None and out.stride(1) != 1):
         return "needs the logits of a sequence, and the tokens of all, side by side"
-    if logits.shape[1] > _PIECE * _MOST_PIECES:
-        return f"takes up to {_PIECE * _MOST_PIECES} logits of a sequence, got {logits.shape[1]}"
+    if logits.shape[1] > _MOST:
+        return f"takes up to {_MOST} logits of a sequence, got {logits.shape[1]}"
     return unfit_floats(logits) or (
         None if out is None else unfit_shape(out, 2, len(logits)) or unfit(out)
     )
 
 
 @triton.jit
-def _best_of_piece(logits, best, sums, xt: tl.int64, width, PIECE: tl.constexpr):
+def _best_of_piece(logits, best, sums, xt: tl.int64, width):
     """Write for one piece of a row the whole number that stands for its largest logit and the place
     of this, and the sum of its logits. NaN is larger than all numbers, as in torch."""
     piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    place = piece * PIECE + tl.arange(0, PIECE)
+    place = piece * _PIECE + tl.arange(0, _PIECE)
     there = place < width
     value = tl.load(logits + row * xt + place, mask=there, other=float("-inf")).to(tl.float32)
     bits = value.to(tl.int32, bitcast=True)
@@ -59,10 +59,10 @@ def _best_of_piece(logits, best, sums, xt: tl.int64, width, PIECE: tl.constexpr)
 
 
 @triton.jit
-def _best_of_all(best, sums, out, step: tl.int64, PIECES: tl.constexpr, WIDE: tl.constexpr):
+def _best_of_all(best, sums, out, step: tl.int64, PIECES: tl.constexpr):
     """Write the token of one row to `out`, and `step` entries behind it whether the sum of its
     logits is finite. The whole numbers of its pieces are in `best`."""
-    row, piece = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+    row, piece = tl.program_id(0).to(tl.int64), tl.arange(0, padded(PIECES, 1))
     there = piece < PIECES
     number = tl.load(best + row * PIECES + piece, mask=there, other=-(2**63))
     total = tl.sum(tl.load(sums + row * PIECES + piece, mask=there, other=0.0), 0)

@@ -11,11 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.choose import joined
-from kernels.gpu.common import padded, unfit, unfit_numbers, unfit_shape
+from kernels.gpu.common import each, finite, number_of, padded, unfit, unfit_numbers, unfit_shape
 from kernels.gpu.decode import read_parts, segment_attention_refuses
 from kernels.reference import Segment
 
-_CHANNELS = 32  # of a head that one program mixes
+_CHANNELS = tl.constexpr(32)  # of a head that one program mixes
 _PARTS = 512  # parts, of all heads of a group, that are loaded at once, at most
 
 
@@ -31,11 +31,11 @@ def attention_with_mean(
     outs, parts, starts = read_parts(q.view(batch, -1, 1, dim), segments, scale)
     out = q.new_empty((batch, groups * group, 1, dim))
     covered = q.new_empty((batch, groups, group, 1), dtype=torch.float32)
-    count_parts, fold = parts.shape[1], padded(group, 1)
+    most = _PARTS // padded(group, 1)
     _mix[(batch * groups, triton.cdiv(dim, _CHANNELS))](
-        outs, parts, lses.contiguous(), sink_logits, value_sum, v, count, out, covered, *starts[chosen : chosen + 2],
-        count_parts, lses.shape[3], *v.stride()[:2], int(len(count) > 1), groups, group, fold, dim, _CHANNELS,
-        min(_PARTS // fold, padded(count_parts)), min(_PARTS // fold, padded(lses.shape[3])), num_warps=8,
+        outs, parts, lses.contiguous(), sink_logits, value_sum, v, each(count), out, covered,
+        *starts[chosen : chosen + 2], parts.shape[1], lses.shape[3], *v.stride()[:2], groups, group, dim,
+        min(most, padded(parts.shape[1])), min(most, padded(lses.shape[3])), num_warps=8,
     )  # fmt: skip
     return out, covered
 
@@ -62,26 +62,26 @@ def attention_with_mean_refuses(
 @triton.jit
 def _sum_of_two(one, other):
     """Return the logarithm of exp(one) + exp(other); minus infinity counts as nothing."""
-    top = tl.maximum(one, other)
-    shift = tl.where(top == float("-inf"), 0.0, top)
+    shift = finite(tl.maximum(one, other))
     return shift + tl.log(tl.exp(one - shift) + tl.exp(other - shift))
 
 
 @triton.jit(do_not_specialize=["first", "end", "parts", "blocks"])
 def _mix(
     outs, lses, middle, sinks, sums, added, counts, out, covered, first, end, parts, blocks, vb: tl.int64,
-    vg: tl.int64, EACH: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
-    DIM: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr,
+    vg: tl.int64, GROUPS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Mix some channels of one group's query heads. `outs` and `lses` hold attention and its
     log-sum-exp over each of the `parts` of the tokens that are read, for HEADS queries and as many
     approximate ones of each group; the parts from `first` up to `end` were chosen of more tokens,
     and `middle` has the log-sum-exps of `blocks` blocks of all these. `counts` says how many values
-    there are, with one number for each sequence if EACH is 1, one for all if it is 0."""
-    this, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    there are."""
+    this = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * _CHANNELS + tl.arange(0, _CHANNELS)
     sequence = this // GROUPS
     group = this % GROUPS
-    head = tl.arange(0, FOLD)
+    head = tl.arange(0, padded(HEADS, 1))
     part = tl.arange(0, PARTS)
     mine, of_head, real = head < HEADS, this * HEADS + head, channel < DIM
     exact = 2 * this * HEADS + head
@@ -96,7 +96,7 @@ def _mix(
     share = tl.exp(tl.minimum(read - every, 0.0))
     if tl.program_id(1) == 0:
         tl.store(covered + of_head, share, mask=mine)
-    mixed = tl.zeros([FOLD, WIDE], tl.float32)
+    mixed = tl.zeros([head.shape[0], _CHANNELS], tl.float32)
     for start in range(0, parts, PARTS):
         at, there = exact[:, None] * parts + start + part, mine[:, None] & (start + part < parts)
         lse = tl.load(lses + at, mask=there, other=float("-inf"))
@@ -110,6 +110,6 @@ def _mix(
     )
     total = tl.load(sums + this * DIM + channel, mask=real, other=0.0).to(tl.float32) + value
     tl.store(sums + this * DIM + channel, total, mask=real)
-    mean = (total / tl.load(counts + sequence * EACH).to(tl.float32))[None, :]
+    mean = (total / number_of(counts, sequence, 0).to(tl.float32))[None, :]
     whole = mean + (mixed - mean) * share[:, None]
     tl.store(out + of_head[:, None] * DIM + channel, whole, mask=mine[:, None] & real)

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu import common
-from kernels.gpu.common import head_rows, located, padded, rounded
+from kernels.gpu.common import each, head_rows, located, number_of, padded, rounded
 from kernels.gpu.rope import rotate_refuses
 from kernels.partial import Guess, NewPartial
 from kernels.ragged import first_of
@@ -18,18 +18,16 @@ def partial_products(guess: Guess | None, new: NewPartial | None) -> Tensor | No
     times its own basis to its row, as kernels/partial.py defines it. -> [B G g W], or None"""
     if guess is None and new is None:
         return None
-    queries, keys = guess is not None, new is not None
     q, cos, sin, basis, scale = guess or Guess(new.k, new.k, new.k, new.basis, 1.0)  # type: ignore[union-attr]
     k, own, rows, at = new or NewPartial(q, basis, q, q)  # which is not read
-    (batch, heads, _, dim), groups, width = q.shape, basis.shape[1], basis.shape[3]
+    (batch, heads, _, dim), (_, groups, _, width) = q.shape, basis.shape
+    heads, held = heads * (guess is not None), k.shape[1] * (new is not None)
     by_channel = first_of(rows).stride(3) != 1
-    first, places, aligned = located(rows.mT if by_channel else rows)
-    out = q.new_empty((batch, groups, heads // groups, width)) if queries else None
-    _products[(heads * queries + k.shape[1] * keys, batch)](
-        q, cos, sin, basis, out, k, own, first, places, at, scale, *q.stride()[:2],
-        *(angle.stride(0) if len(angle) > 1 else 0 for angle in (cos, sin)), *k.stride()[:2], *first.stride()[:3],
-        heads * queries, heads // groups, cos.shape[-1] // 2, width, padded(width, 1), k.shape[1] * keys,
-        int(len(at) > 1), own.shape[3], padded(own.shape[3], 1), by_channel, aligned, dim, padded(dim, 1), num_warps=4,
+    out = q.new_empty((batch, groups, heads // groups, width)) if heads else None
+    _products[(heads + held, batch)](
+        q, cos, sin, basis, out, k, own, located(rows.mT if by_channel else rows), each(at), scale, *q.stride()[:2],
+        *(angle.stride(0) if len(angle) > 1 else 0 for angle in (cos, sin)), *k.stride()[:2], heads, groups,
+        cos.shape[-1] // 2, width, held, own.shape[3], by_channel, dim,
         enable_fp_fusion=False,  # fusing would skip the rounding of a product
     )  # fmt: skip
     return out
@@ -61,18 +59,10 @@ def partial_products_refuses(guess: Guess | None, new: NewPartial | None) -> str
 
 
 @triton.jit
-def _columns_of(
-    x,
-    basis,
-    which,
-    DIM: tl.constexpr,
-    WIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+def _columns_of(x, basis, which, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """Multiply a vector x [WIDE], in fp32, with number `which` of the matrices `basis`. Return the
     product, and whether a column of the matrix has an entry that is not zero."""
-    channel, column = tl.arange(0, WIDE), tl.arange(0, COLUMNS)
+    channel, column = tl.arange(0, padded(DIM, 1)), tl.arange(0, padded(WIDTH, 1))
     at = basis + (which * DIM + channel[:, None]) * WIDTH + column
     there = (channel < DIM)[:, None] & (column < WIDTH)
     matrix = tl.load(at, mask=there, other=0.0).to(tl.float32)
@@ -81,18 +71,18 @@ def _columns_of(
 
 @triton.jit
 def _products(
-    q, cos, sin, basis, out, k, own, rows, places, at, scale, qb: tl.int64, qh: tl.int64, cb: tl.int64, sb: tl.int64,
-    kb: tl.int64, kg: tl.int64, xb: tl.int64, xg: tl.int64, xt: tl.int64, HEADS: tl.constexpr, SHARE: tl.constexpr,
-    HALF: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
-    OWN_WIDTH: tl.constexpr, OWN_COLUMNS: tl.constexpr, BY_CHANNEL: tl.constexpr, ALIGNED: tl.constexpr,
-    DIM: tl.constexpr, WIDE: tl.constexpr,
+    q, cos, sin, basis, out, k, own, rows, at, scale, qb: tl.int64, qh: tl.int64, cb: tl.int64, sb: tl.int64,
+    kb: tl.int64, kg: tl.int64, HEADS: tl.constexpr, BASES: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr, OWN_WIDTH: tl.constexpr, BY_CHANNEL: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """Rotate one query head and multiply it with its basis; programs after those of the HEADS query
     heads multiply the new key of a KV head with its own basis and write it to its row, which `at`
-    names, with one number for each sequence if EACH is 1, one for all if it is 0. Of several
+    names. Of several
     sequences' bases, columns of zeros are not written: a sequence's rows may have fewer.
-    BY_CHANNEL: the rows of a channel lie side by side, and channels are `xt` entries apart."""
-    head, batch, channel = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, WIDE)
+    BY_CHANNEL: the rows of a channel lie side by side, and channels are as far apart as
+    rows else are."""
+    head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    channel = tl.arange(0, padded(DIM, 1))
     if head < HEADS:
         if HEADS > 0:
             turns, lower = channel < 2 * HALF, channel < HALF
@@ -104,9 +94,9 @@ def _products(
             s = tl.load(sin + batch * sb + channel, mask=turns, other=0.0).to(tl.float32)
             tilted = rounded(y * s, q)
             turned = rounded(rounded(x * c, q) + tl.where(lower, -tilted, tilted), q)
-            x, which = tl.where(turns, turned, x), batch * (HEADS // SHARE) + head // SHARE
-            product, _ = _columns_of(x, basis, which, DIM, WIDE, WIDTH, COLUMNS)
-            column = tl.arange(0, COLUMNS)
+            x, which = tl.where(turns, turned, x), batch * BASES + head // (HEADS // BASES)
+            product, _ = _columns_of(x, basis, which, DIM, WIDTH)
+            column = tl.arange(0, padded(WIDTH, 1))
             tl.store(
                 out + (batch * HEADS + head) * WIDTH + column, product * scale, mask=column < WIDTH
             )
@@ -115,10 +105,8 @@ def _products(
         x = tl.load(k + batch * kb + group * kg + channel, mask=channel < DIM, other=0.0).to(
             tl.float32
         )
-        narrow, there = _columns_of(
-            x, own, batch * GROUPS + group, DIM, WIDE, OWN_WIDTH, OWN_COLUMNS
-        )
-        first, apart = head_rows(rows, places, batch, group, xb, xg, xt, ALIGNED)
-        row, column = tl.load(at + batch * EACH), tl.arange(0, OWN_COLUMNS)
+        narrow, there = _columns_of(x, own, batch * GROUPS + group, DIM, OWN_WIDTH)
+        first, apart = head_rows(rows, batch, group)
+        row, column = number_of(at, batch, 0), tl.arange(0, padded(OWN_WIDTH, 1))
         to = first + column * apart + row if BY_CHANNEL else first + row * apart + column
-        tl.store(to, narrow, mask=column < OWN_WIDTH if places is None else there)
+        tl.store(to, narrow, mask=column < OWN_WIDTH if rows.table is None else there)

@@ -7,9 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.common import padded, unfit_floats, unfit_group, unfit_heads
+from kernels.gpu.common import known, number_of, padded, unfit_floats, unfit_group, unfit_heads
 from kernels.per_sequence import PerSequence
 from kernels.picked import LEAST
+
+_LEAST = tl.constexpr(LEAST)
 
 
 def pick_channels(
@@ -21,21 +23,18 @@ def pick_channels(
     number of a channel in which the group's sum of q is not positive. Of equal channels the first
     is taken."""
     batch, groups, heads, dim = q.shape
-    counts, most = (r.on(q.device), r.most) if isinstance(r, PerSequence) else (None, r)
+    counts, most = known(r, q.device)
     channels = torch.empty((batch, groups, most), dtype=torch.int64, device=q.device)
     picked = q.new_empty((batch, groups, heads, most))
     whole = q.new_empty((batch, groups, 2 * heads, dim)) if spread else None
-    wide = padded(dim)
     _pick[(batch * groups,)](
-        q.contiguous(), counts, channels, picked, whole, scale, most, groups, heads, padded(heads, 1), dim, wide,
-        LEAST, facing, num_warps=4 if wide <= 128 else 8,
+        q.contiguous(), counts, channels, picked, whole, scale, most, groups, heads, dim, facing,
+        num_warps=4 if dim <= 128 else 8,
     )  # fmt: skip
     return channels, picked, whole
 
 
-def pick_channels_refuses(
-    q: Tensor, r: int | PerSequence, scale: float, spread: bool, facing: bool
-) -> str | None:
+def pick_channels_refuses(q: Tensor, r: int | PerSequence, *_: float) -> str | None:
     if (r.most if isinstance(r, PerSequence) else r) > q.shape[3]:
         return "leaves the error for too large a count to torch"
     return unfit_heads(q) or unfit_floats(q) or unfit_group(q.shape[2])
@@ -43,14 +42,14 @@ def pick_channels_refuses(
 
 @triton.jit(do_not_specialize=["most"])
 def _pick(
-    q, counts, channels, picked, whole, scale, most, GROUPS: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
-    DIM: tl.constexpr, WIDE: tl.constexpr, LEAST: tl.constexpr, FACING: tl.constexpr,
+    q, counts, channels, picked, whole, scale, most, GROUPS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+    FACING: tl.constexpr,
 ):  # fmt: skip
     """Pick the channels of one group of query heads: those that fewer than the wanted number of
     others exceed. For several sequences, `counts` may say how many channels each wants, up to
     `most`."""
     this = tl.program_id(0).to(tl.int64)
-    head, channel = tl.arange(0, FOLD)[:, None], tl.arange(0, WIDE)
+    head, channel = tl.arange(0, padded(HEADS, 1))[:, None], tl.arange(0, padded(DIM))
     there = (head < HEADS) & (channel < DIM)
     at = (this * HEADS + head) * DIM + channel
     query = tl.load(q + at, mask=there, other=0.0).to(tl.float32)
@@ -61,21 +60,19 @@ def _pick(
     mine, others = mass[:, None], mass[None, :]
     before = (others > mine) | ((others == mine) & (channel[None, :] < channel[:, None]))
     rank = tl.sum(before.to(tl.int32), 1)
-    count = most
-    if counts is not None:
-        count = tl.load(counts + this // GROUPS).to(tl.int32)
+    count = number_of(counts, this // GROUPS, most)
     taken = (rank < count) & (channel < DIM)
     kept = tl.where(taken, tl.abs(query), 0.0)
-    share = tl.sum(kept, 1) / tl.maximum(tl.sum(tl.abs(query), 1), LEAST)
-    value = query / tl.sqrt(tl.maximum(share, LEAST))[:, None]
+    share = tl.sum(kept, 1) / tl.maximum(tl.sum(tl.abs(query), 1), _LEAST)
+    value = query / tl.sqrt(tl.maximum(share, _LEAST))[:, None]
     number = channel.to(tl.int64)
     if FACING:
         number += tl.where(tl.sum(query, 0) <= 0, DIM, 0)
     tl.store(channels + this * most + rank, number, mask=taken)
     tl.store(picked + (this * HEADS + head) * most + rank, value * scale, mask=there & taken)
     behind = (channel >= count) & (channel < most)
-    tl.store(channels + this * most + channel, tl.zeros([WIDE], tl.int64), mask=behind)
-    nothing = tl.zeros([FOLD, WIDE], tl.float32)
+    tl.store(channels + this * most + channel, tl.zeros_like(number), mask=behind)
+    nothing = tl.zeros_like(value)
     tl.store(picked + (this * HEADS + head) * most + channel, nothing, mask=(head < HEADS) & behind)
     if whole is not None:
         to = whole + at + this * HEADS * DIM  # each group's queries, then these

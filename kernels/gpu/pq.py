@@ -11,10 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.choose import log_sum_exp
+from kernels.gpu.choose import row_log_sum_exp, whole_log_sum_exp
 from kernels.gpu.common import (
+    Rows,
+    counts_of,
+    finite,
     head_rows,
+    known,
     located,
+    number_of,
     padded,
     product,
     unfit,
@@ -22,12 +27,12 @@ from kernels.gpu.common import (
     unfit_group,
     unfit_shape,
 )
-from kernels.gpu.top_k import MOST, fill, kth_largest, own_number, pieces_of, placed
+from kernels.gpu.top_k import MOST, fill, kth_largest, pieces_of, placed
 from kernels.per_sequence import PerSequence
-from kernels.ragged import Ragged, first_of, too_few
+from kernels.ragged import Ragged, first_of, too_few, with_sizes
 
 _CODES = (torch.uint8, torch.int16, torch.int32, torch.int64)
-_BLOCK = 256  # tokens
+_BLOCK = tl.constexpr(256)  # tokens
 _CLUSTERS = 128  # clusters at once, at most
 _MOST_CHANNELS = 128  # channels of a sub-vector that are taken at once
 # clusters of a sub-vector, at most, where tokens are chosen by cells: a program holds all cells
@@ -42,24 +47,23 @@ def pq_weights(
     heads, as kernels/reference.py defines it. q [B H 1 D], centroids [B G m C d'], codes [B G S m].
     Scores are never written: codes are small, so looking them up twice is cheaper."""
     (batch, groups), count = centroids.shape[:2], codes.shape[2]
-    heads = q.shape[1] // groups
     out = q.new_empty((batch, groups, count), dtype=torch.float32)
     if count:
-        table = _table_of(q, centroids)
+        table, heads = _table_of(q, centroids), q.shape[1] // groups
         lses = q.new_empty((batch, groups, heads, triton.cdiv(count, _BLOCK)), dtype=torch.float32)
         _run(table, codes, heads, scale, lses=lses)
-        _run(table, codes, heads, scale, lse=log_sum_exp(lses, 1.0), weights=out)
-    return Ragged.filled_up(out, codes.sizes) if isinstance(codes, Ragged) else out
+        _run(table, codes, heads, scale, lse=whole_log_sum_exp(lses), weights=out)
+    return with_sizes(out, codes)
 
 
 def pq_weights_refuses(
-    q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, scale: float
+    q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, *_: object
 ) -> str | None:
     if isinstance(centroids, Ragged) and not centroids.dense:
         return "needs the centroids of a sequence without gaps"
     if codes.dtype not in _CODES:
         return f"takes codes of whole numbers, got {codes.dtype}"
-    batch, groups, parts, _, width = centroids.shape
+    (batch, groups, parts), width = centroids.shape[:3], centroids.shape[4]
     sharing = q.shape[1] // groups
     return (
         unfit_shape(q, batch, sharing * groups, 1, parts * width)
@@ -78,26 +82,39 @@ def _table_of(q: Tensor, centroids: Tensor | Ragged) -> Tensor:
     heads = q.shape[1] // groups
     block = min(_CLUSTERS, padded(clusters))
     table = q.new_empty((batch, groups, parts, clusters, padded(heads, 1)), dtype=torch.float32)
-    sizes = centroids.counts if isinstance(centroids, Ragged) else None
-    first, places, aligned = located(centroids)
     _table[(batch * groups * parts, triton.cdiv(clusters, block))](
-        q.contiguous(), first.contiguous(), places, sizes, table, groups, parts, clusters, width,
-        min(_MOST_CHANNELS, padded(width)), heads, padded(heads), table.shape[4], block, aligned, num_warps=4,
+        q.contiguous(), _parts(centroids), counts_of(centroids), table, groups, parts, clusters, width,
+        min(_MOST_CHANNELS, padded(width)), heads, block,
     )  # fmt: skip
     return table
+
+
+def _parts(centroids: Tensor | Ragged) -> Rows:
+    """Return where the centroids [B G m C d'] lie: the rows of a head are its parts."""
+    return located(centroids if isinstance(centroids, Ragged) else centroids.contiguous())
 
 
 def _run(
     table: Tensor, codes: Tensor | Ragged, heads: int, scale: float, lses: Tensor | None = None,
     lse: Tensor | None = None, weights: Tensor | None = None,
 ) -> None:  # fmt: skip
-    batch, groups, parts, clusters, fold = table.shape
-    count, counts = codes.shape[2], codes.counts if isinstance(codes, Ragged) else None
-    first, places, aligned = located(codes)
+    batch, groups, parts, clusters, _ = table.shape
+    count = codes.shape[2]
     _look_up[(triton.cdiv(count, _BLOCK), batch * groups)](
-        table, first, places, counts, lses, lse, weights, scale, *first.stride(), count, groups, parts, clusters, heads,
-        fold, _BLOCK, aligned, num_warps=4,
-    )  # fmt: skip
+        table,
+        located(codes),
+        counts_of(codes),
+        lses,
+        lse,
+        weights,
+        scale,
+        first_of(codes).stride(3),
+        count,
+        groups,
+        parts,
+        clusters,
+        heads,
+    )
 
 
 def pq_best(
@@ -108,33 +125,27 @@ def pq_best(
     order, as kernels/reference.py defines it; among equal weights the first tokens. q [B H 1 D],
     centroids [B G 2 C d'], codes [B G S 2], held [B G C*C] -> [B G count]"""
     batch, groups, _, clusters, width = centroids.shape
-    counts, most = (
-        (count.on(q.device), count.most) if isinstance(count, PerSequence) else (None, count)
-    )
+    counts, most = known(count, q.device)
     out = torch.empty((batch, groups, most), dtype=torch.int64, device=q.device)
     if out.numel():
         rows, tokens = batch * groups, codes.shape[2]
         pieces, tiles, tile = pieces_of(rows, tokens)
-        cells, channels = padded(clusters), padded(width)
+        cells = padded(clusters)
         kinds = torch.empty((rows, cells, cells), dtype=torch.int8, device=q.device)
         needs = torch.empty(rows, dtype=torch.int32, device=q.device)
         numbers = torch.empty((rows, pieces, 2), dtype=torch.int32, device=q.device)
-        first, places, aligned = located(centroids)
-        (of_cells, held_places, _), (pairs, code_places, _) = located(held), located(codes)
-        sizes = centroids.counts if isinstance(centroids, Ragged) else None
-        lengths = codes.counts if isinstance(codes, Ragged) else None
+        of_cells: Tensor | Ragged = (
+            held if isinstance(held, Ragged) else held.contiguous().unsqueeze(3)
+        )
         _cells[(rows,)](
-            q.contiguous(), first.contiguous(), places, sizes, of_cells.contiguous(), held_places, counts, kinds, needs,
-            scale, most, groups, clusters, width, channels, q.shape[1] // groups, cells, aligned,
-            num_warps=max(8, channels // 8),
+            q.contiguous(), _parts(centroids), counts_of(centroids), located(of_cells), counts, kinds, needs, scale,
+            most, groups, clusters, width, q.shape[1] // groups, num_warps=max(8, padded(width) // 8),
         )  # fmt: skip
         common = (
-            pairs,
-            code_places,
-            lengths,
+            located(codes),
+            counts_of(codes),
             kinds,
             numbers,
-            *pairs.stride()[:2],
             tokens,
             tiles,
             groups,
@@ -145,7 +156,7 @@ def pq_best(
         _place_kinds[(rows, pieces)](
             *common, out, needs, counts, most, padded(pieces, 1), num_warps=tile // 512
         )
-    return Ragged.filled_up(out, count) if isinstance(count, PerSequence) else out
+    return with_sizes(out, count)
 
 
 def pq_best_refuses(
@@ -172,33 +183,26 @@ def pq_best_refuses(
         return (
             f"takes int32 numbers of tokens, as many sequences apart as centroids, got {held.dtype}"
         )
-    return unfit_shape(held, batch, groups, cells) or pq_weights_refuses(q, centroids, codes, scale)
+    return unfit_shape(held, batch, groups, cells) or pq_weights_refuses(q, centroids, codes)
 
 
 @triton.jit
 def _table(
-    q, centroids, places, sizes, table, GROUPS: tl.constexpr, PARTS: tl.constexpr, CLUSTERS: tl.constexpr,
-    WIDTH: tl.constexpr, STEP: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr, KEPT: tl.constexpr,
-    BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+    q, centroids, sizes, table, GROUPS: tl.constexpr, PARTS: tl.constexpr, CLUSTERS: tl.constexpr,
+    WIDTH: tl.constexpr, STEP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a block of the centroids of one sub-vector with a group's query heads, and write
-    KEPT columns (heads, some of them padding) to `table`.
-
-    For several sequences, `places` says where the centroids of each lie, and `sizes` how many a
-    sub-vector has."""
+    """Multiply a block of the centroids of one sub-vector with a group's query heads, and write these
+    columns, and some of padding, to `table`. For several sequences, `sizes` says how many centroids
+    a sub-vector has."""
+    KEPT: tl.constexpr = padded(HEADS, 1)
     this = tl.program_id(0).to(tl.int64)
-    cluster, head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, FOLD)
-    at, existing = (this * CLUSTERS + cluster)[:, None], cluster < CLUSTERS
-    rows = centroids + at * WIDTH
-    if places is not None:
-        sequence = this // PARTS // GROUPS
-        group, step = head_rows(
-            centroids, places, sequence, this // PARTS % GROUPS, 0, 0, 0, ALIGNED
-        )
-        rows = group + this % PARTS * step + cluster[:, None] * WIDTH
-        existing = cluster < tl.load(sizes + sequence)
+    sequence, cluster = this // PARTS // GROUPS, tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    head = tl.arange(0, padded(HEADS))
+    first, step = head_rows(centroids, sequence, this // PARTS % GROUPS)
+    rows = first + this % PARTS * step + cluster[:, None] * WIDTH
+    existing = cluster < number_of(sizes, sequence, CLUSTERS)
     of_query = (this // PARTS * HEADS + head) * PARTS + this % PARTS
-    products = tl.zeros([BLOCK, FOLD], tl.float32)
+    products = tl.zeros([BLOCK, head.shape[0]], tl.float32)
     for start in range(0, WIDTH, STEP):
         channel = start + tl.arange(0, STEP)
         there = existing[:, None] & (channel < WIDTH)
@@ -206,14 +210,14 @@ def _table(
         centroid = tl.load(rows + channel, mask=there, other=0.0)
         query = tl.load(q + of_query[:, None] * WIDTH + channel, mask=mine, other=0.0)
         products += product(centroid, tl.trans(query))
+    at = (this * CLUSTERS + cluster)[:, None]
     tl.store(table + at * KEPT + head, products, mask=(cluster < CLUSTERS)[:, None] & (head < KEPT))
 
 
 @triton.jit(do_not_specialize=["count"])
 def _look_up(
-    table, codes, places, counts, lses, lse, weights, scale, cb: tl.int64, cg: tl.int64, ct: tl.int64, cp: tl.int64,
-    count, GROUPS: tl.constexpr, PARTS: tl.constexpr, CLUSTERS: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
-    BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+    table, codes, counts, lses, lse, weights, scale, cp: tl.int64, count, GROUPS: tl.constexpr, PARTS: tl.constexpr,
+    CLUSTERS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Sum the table's entries of a block of tokens by their codes. If `lses` is given, write each
     head's log-sum-exp of the block; else write the weights, using `lse`, the log-sum-exp of whole
@@ -221,14 +225,13 @@ def _look_up(
 
     For several sequences, `counts` says how many tokens each has; a block with none of them has a
     log-sum-exp of minus infinity."""
+    FOLD: tl.constexpr = padded(HEADS, 1)
     block, this = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    token, head = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, FOLD)
-    mine, live = head < HEADS, token < count
-    if counts is not None:
-        live = token < tl.load(counts + this // GROUPS)
-    first, step = head_rows(codes, places, this // GROUPS, this % GROUPS, cb, cg, ct, ALIGNED)
+    token, head = block * _BLOCK + tl.arange(0, _BLOCK), tl.arange(0, FOLD)
+    mine, live = head < HEADS, token < number_of(counts, this // GROUPS, count)
+    first, step = head_rows(codes, this // GROUPS, this % GROUPS)
     at = first + token * step
-    scores = tl.zeros([FOLD, BLOCK], tl.float32)
+    scores = tl.zeros([FOLD, _BLOCK], tl.float32)
     for part in range(PARTS):
         code = tl.load(at + part * cp, mask=live, other=0).to(tl.int32)
         scores += tl.load(
@@ -237,10 +240,7 @@ def _look_up(
     scores = tl.where(live, scores * scale, float("-inf"))
     of_head = this * HEADS + head
     if lses is not None:
-        top = tl.max(scores, 1)
-        if counts is not None:
-            top = tl.where(top == float("-inf"), 0.0, top)
-        total = top + tl.log(tl.sum(tl.exp(scores - top[:, None]), 1))
+        total = row_log_sum_exp(scores)
         tl.store(lses + of_head * tl.num_programs(0) + block, total, mask=mine)
     else:
         whole = tl.load(lse + of_head, mask=mine, other=float("inf"))  # padding heads weigh nothing
@@ -249,42 +249,31 @@ def _look_up(
 
 
 @triton.jit
-def _centroids(
-    centroids, places, sequence, group, part, clusters, GROUPS, WIDTH, cluster, channel, ALIGNED
-):
+def _centroids(rows, clusters, WIDTH, cluster, channel):
     """Load the centroids of one part of the keys of a KV head as a tile [C d'] in fp32."""
-    rows = centroids + ((sequence * GROUPS + group) * 2 + part) * clusters * WIDTH
-    if places is not None:
-        first, step = head_rows(centroids, places, sequence, group, 0, 0, 0, ALIGNED)
-        rows = first + part * step
     there = (cluster < clusters)[:, None] & (channel < WIDTH)
     return tl.load(rows + cluster[:, None] * WIDTH + channel, mask=there, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _cells(
-    q, centroids, places, sizes, held, held_places, counts, kinds, needs, scale, count, GROUPS: tl.constexpr,
-    CLUSTERS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, HEADS: tl.constexpr, CELLS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    q, centroids, sizes, held, counts, kinds, needs, scale, count, GROUPS: tl.constexpr, CLUSTERS: tl.constexpr,
+    WIDTH: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Weigh the cells of a KV head: all pairs of a centroid of one part and one of the other. Write
     the kind of each: 2 if its tokens are among the `count` best, 1 if some of them are, those that
     come first; and to `needs` how many of all cells of kind 1.
 
     Cell (i, j) has `held` [B G C*C] tokens at i * C + j, and its kind at [i, j]."""
+    CELLS: tl.constexpr = padded(CLUSTERS)
     this = tl.program_id(0).to(tl.int64)
     sequence, group = this // GROUPS, this % GROUPS
-    clusters, count = own_number(sizes, sequence, CLUSTERS), own_number(counts, sequence, count)
-    cluster, channel = tl.arange(0, CELLS), tl.arange(0, CHANNELS)
-    one = _centroids(
-        centroids, places, sequence, group, 0, clusters, GROUPS, WIDTH, cluster, channel, ALIGNED
-    )
-    other = _centroids(
-        centroids, places, sequence, group, 1, clusters, GROUPS, WIDTH, cluster, channel, ALIGNED
-    )
-    tokens, _ = head_rows(
-        held, held_places, sequence, group, GROUPS * CLUSTERS * CLUSTERS, CLUSTERS * CLUSTERS, 1, 4
-    )
+    clusters, count = number_of(sizes, sequence, CLUSTERS), number_of(counts, sequence, count)
+    cluster, channel = tl.arange(0, CELLS), tl.arange(0, padded(WIDTH))
+    rows, step = head_rows(centroids, sequence, group)
+    one = _centroids(rows, clusters, WIDTH, cluster, channel)
+    other = _centroids(rows + step, clusters, WIDTH, cluster, channel)
+    tokens, _ = head_rows(held, sequence, group)
     there = (cluster < clusters)[:, None] & (cluster < clusters)
     tokens = tl.load(tokens + cluster[:, None] * clusters + cluster, mask=there, other=0)
     weights = tl.zeros([CELLS, CELLS], tl.float32)
@@ -294,8 +283,7 @@ def _cells(
         right = tl.load(query + WIDTH, mask=channel < WIDTH, other=0.0).to(tl.float32)
         scores = (tl.sum(one * left, 1)[:, None] + tl.sum(other * right, 1)) * scale
         scores = tl.where(tokens > 0, scores, float("-inf"))
-        top = tl.max(scores)
-        weight = tl.exp(scores - tl.where(top == float("-inf"), 0.0, top))
+        weight = tl.exp(scores - finite(tl.max(scores)))
         weights += weight / tl.maximum(tl.sum(weight * tokens), 1e-30)
     keys = weights.to(tl.int32, bitcast=True)  # in the order of the weights, which are not negative
     least = kth_largest(keys, tokens, count)
@@ -305,10 +293,10 @@ def _cells(
 
 
 @triton.jit
-def _kinds(codes, places, kinds, this, cb, cg, at, live, GROUPS: tl.constexpr, CELLS: tl.constexpr):
+def _kinds(codes, kinds, this, at, live, GROUPS: tl.constexpr, CELLS: tl.constexpr):
     """Return the kinds of the cells to which the tokens `at` of a KV head belong; 0 where `live` is
     false."""
-    first, _ = head_rows(codes, places, this // GROUPS, this % GROUPS, cb, cg, 2, 2)
+    first, _ = head_rows(codes, this // GROUPS, this % GROUPS)
     pair = tl.load(first.to(tl.pointer_type(tl.int16)) + at, mask=live, other=0).to(tl.int32)
     cell = (pair & 255) * CELLS + ((pair >> 8) & 255)
     return tl.load(kinds + this * (CELLS * CELLS) + cell, mask=live, other=0)
@@ -316,16 +304,15 @@ def _kinds(codes, places, kinds, this, cb, cg, at, live, GROUPS: tl.constexpr, C
 
 @triton.jit(do_not_specialize=["tiles"])
 def _count_kinds(
-    codes, places, lengths, kinds, numbers, cb: tl.int64, cg: tl.int64, length, tiles, GROUPS: tl.constexpr,
-    CELLS: tl.constexpr, TILE: tl.constexpr,
+    codes, lengths, kinds, numbers, length, tiles, GROUPS: tl.constexpr, CELLS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """Count the tokens of one piece of a KV head whose cells are of kind 2, and of kind 1."""
     this, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    length = own_number(lengths, this // GROUPS, length)
+    length = number_of(lengths, this // GROUPS, length)
     both = tl.zeros([TILE], tl.int32)  # kind 1 from bit 16 on
     for tile in range(piece * tiles, (piece + 1) * tiles):
         at = tile * TILE + tl.arange(0, TILE)
-        kind = _kinds(codes, places, kinds, this, cb, cg, at, at < length, GROUPS, CELLS)
+        kind = _kinds(codes, kinds, this, at, at < length, GROUPS, CELLS)
         both += (kind == 2).to(tl.int32) + ((kind == 1).to(tl.int32) << 16)
     to = numbers + (this * tl.num_programs(1) + piece) * 2
     tl.store(to, tl.sum(both & 0xFFFF, 0))
@@ -334,22 +321,22 @@ def _count_kinds(
 
 @triton.jit(do_not_specialize=["tiles", "room"])
 def _place_kinds(
-    codes, places, lengths, kinds, numbers, cb: tl.int64, cg: tl.int64, length, tiles, GROUPS: tl.constexpr,
-    CELLS: tl.constexpr, TILE: tl.constexpr, out, needs, counts, room, PIECES: tl.constexpr,
+    codes, lengths, kinds, numbers, length, tiles, GROUPS: tl.constexpr, CELLS: tl.constexpr, TILE: tl.constexpr, out,
+    needs, counts, room, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Write the chosen tokens of one piece of a KV head at the places that the earlier pieces
     leave."""
     this, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    length = own_number(lengths, this // GROUPS, length)
+    length = number_of(lengths, this // GROUPS, length)
     each = tl.arange(0, PIECES)
     before = numbers + (this * pieces + each) * 2
     larger = tl.sum(tl.load(before, mask=each < piece, other=0), 0)
     equal, need = tl.sum(tl.load(before + 1, mask=each < piece, other=0), 0), tl.load(needs + this)
     for tile in range(piece * tiles, (piece + 1) * tiles):
         at = tile * TILE + tl.arange(0, TILE)
-        kind = _kinds(codes, places, kinds, this, cb, cg, at, at < length, GROUPS, CELLS)
+        kind = _kinds(codes, kinds, this, at, at < length, GROUPS, CELLS)
         place, taken, larger, equal = placed(kind == 2, kind == 1, larger, equal, need)
         tl.store(out + this * room + place, at.to(tl.int64), mask=taken)
     if lengths is not None or counts is not None:
-        chosen = tl.minimum(own_number(counts, this // GROUPS, room), length)
+        chosen = tl.minimum(number_of(counts, this // GROUPS, room), length)
         fill(out + this * room, chosen, room, piece, pieces, TILE)

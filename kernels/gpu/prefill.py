@@ -13,8 +13,11 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.gpu import decode
-from kernels.gpu.choose import log_sum_exp
+from kernels.gpu.choose import whole_log_sum_exp
 from kernels.gpu.common import (
+    finite,
+    head_rows,
+    located,
     padded,
     product,
     split,
@@ -42,43 +45,44 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def prefill_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
-    return _unfit_last(q, k) or _unfit(q, k, v) or _unfit_query(q, k)
+    one = unfit_group(q.shape[1] // k.shape[1]) if q.shape[2] == 1 else None  # by the decode kernel
+    return column_sums_refuses(q, k, scale) or windowed_attention_refuses(q, k, v) or one
 
 
 def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """Sum the attention that each key receives from the queries, q [B H T D], k [B G S D] ->
-    [B H S], as kernels/column_sums.py defines it."""
+    [B H S], as kernels/windowed.py defines it."""
     new, stored = q.shape[2], k.shape[2]
     (rows, fold), programs = _folded(q, k), q.shape[0] * k.shape[1]
     programs = programs if fold else q.shape[0] * q.shape[1] * triton.cdiv(new, rows)
     pieces, length = split(stored, programs, 128) if new <= _FEW else (1, stored)
     lse = q.new_empty((*q.shape[:3], pieces), dtype=torch.float32)
-    _run_rows(q, k, None, None, lse, scale, stored - new, length=length, rows=rows, fold=fold)
+    _run_rows(q, k, None, None, lse, scale, stored - new, EVERY, length, (rows, fold))
     return _run_columns(
-        q, k, log_sum_exp(lse, 1.0) if pieces > 1 else lse, scale, rows=rows, fold=fold
+        q, k, whole_log_sum_exp(lse), scale, stored - new, EVERY, rows if fold else None, fold
     )
 
 
 def column_sums_refuses(q: Tensor, k: Tensor, scale: float) -> str | None:
-    return _unfit_last(q, k) or _unfit(q, k)
+    if q.shape[2] > k.shape[2]:
+        return f"takes no more queries than keys, got {q.shape[2]} and {k.shape[2]}"
+    return _unfit(q, k)
 
 
 def prefill_attention_with_column_sums(
     q: Tensor, k: Tensor, v: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Compute causal attention [B H T D] and the attention that each key receives, summed over
-    queries, [B H S], as kernels/column_sums.py defines them."""
+    queries, [B H S], as kernels/windowed.py defines them."""
     if q.shape[2] == 1:
         return _one_query(q, k, v, scale)
     # torch's FlashAttention is faster, where it is
-    out, lse = ops.windowed_attention(q, k, v, scale, k.shape[2] - q.shape[2], k.shape[2])
-    return out, _run_columns(q, k, lse.contiguous(), scale)
+    first = k.shape[2] - q.shape[2]
+    out, lse = ops.windowed_attention(q, k, v, scale, first, k.shape[2])
+    return out, _run_columns(q, k, lse.contiguous(), scale, first, EVERY)
 
 
-def prefill_attention_with_column_sums_refuses(
-    q: Tensor, k: Tensor, v: Tensor, scale: float
-) -> str | None:
-    return _unfit_last(q, k) or _unfit(q, k, v) or _unfit_query(q, k)
+prefill_attention_with_column_sums_refuses = prefill_attention_refuses
 
 
 def windowed_attention(
@@ -89,13 +93,11 @@ def windowed_attention(
     and [B H T]"""
     out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
     lse = q.new_empty((*q.shape[:3], 1), dtype=torch.float32)
-    _run_rows(q, k, v, out, lse, scale, first, window)
+    _run_rows(q, k, v, out, lse, scale, first, window, k.shape[2], (_rows_at_once(q), 0))
     return out, lse.squeeze(3)
 
 
-def windowed_attention_refuses(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int
-) -> str | None:
+def windowed_attention_refuses(q: Tensor, k: Tensor, v: Tensor, *_: float) -> str | None:
     return _unfit(q, k, v)
 
 
@@ -105,9 +107,7 @@ def windowed_sums(
     return _run_columns(q, k, lse.contiguous(), scale, first, window)
 
 
-def windowed_sums_refuses(
-    q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, window: int
-) -> str | None:
+def windowed_sums_refuses(q: Tensor, k: Tensor, lse: Tensor, *_: float) -> str | None:
     return _unfit(q, k) or unfit_shape(lse, *q.shape[:3]) or unfit_floats(lse)
 
 
@@ -120,16 +120,6 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, T
     return out, logits.view(*q.shape[:2], -1).mul_(scale).sub_(lse.unsqueeze(-1)).exp_()
 
 
-def _unfit_last(q: Tensor, k: Tensor) -> str | None:
-    """Return why the queries q cannot be those of the last tokens whose keys are in k, or None:
-    there must be no more queries than keys."""
-    return (
-        f"takes no more queries than keys, got {q.shape[2]} and {k.shape[2]}"
-        if q.shape[2] > k.shape[2]
-        else None
-    )
-
-
 def _unfit(q: Tensor, k: Tensor, *v: Tensor) -> str | None:
     """Return why no kernel can attend from q to keys k and values v, which may be left out, or
     None."""
@@ -140,12 +130,6 @@ def _unfit(q: Tensor, k: Tensor, *v: Tensor) -> str | None:
         *(unfit_shape(x, *k.shape) for x in v),
     ]
     return next(filter(None, sides), None) or unfit_heads(q, k, *v)
-
-
-def _unfit_query(q: Tensor, k: Tensor) -> str | None:
-    """Return why a single query per sequence, which the decode kernel serves, cannot be served, or
-    None. Several queries always can."""
-    return unfit_group(q.shape[1] // k.shape[1]) if q.shape[2] == 1 else None
 
 
 def _stages(q: Tensor) -> int:
@@ -174,47 +158,41 @@ def _folded(q: Tensor, k: Tensor) -> tuple[int, int]:
 
 
 def _run_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    out: Tensor | None,
-    lse: Tensor,
-    scale: float,
-    first: int,
-    window: int = EVERY,
-    length: int | None = None,
-    rows: int | None = None,
-    fold: int = 0,
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor | None, out: Tensor | None, lse: Tensor, scale: float, first: int, window: int,
+    length: int, tile: tuple[int, int],
+) -> None:  # fmt: skip
     """Write each query's log-sum-exp into lse [B H T pieces], one for each piece of `length` keys,
     and if v is given its attention into `out`. Query t sees the last `window` keys up to key
-    `first` + t. `rows` and `fold`: as `_folded` returns them, for a call without v and window."""
-    batch, heads, new, dim = q.shape
-    rows, narrow = rows or _rows_at_once(q), q.element_size() == 2
-    (vb, vg, vt), (ob, oh, ot) = ((0, 0, 0) if x is None else x.stride()[:3] for x in (v, out))
-    grid = (
-        (1, batch * k.shape[1], lse.shape[3])
-        if fold
-        else (triton.cdiv(new, rows), batch * heads, lse.shape[3])
+    `first` + t. tile: rows of queries that a program takes, and what `_folded` says behind them, for
+    a call without v and window."""
+    (batch, heads, new, dim), (rows, fold) = q.shape, tile
+    grid = (1, batch * k.shape[1]) if fold else (triton.cdiv(new, rows), batch * heads)
+    _rows[(*grid, lse.shape[3])](
+        located(q),
+        located(k),
+        None if v is None else located(v),
+        None if out is None else located(out),
+        lse,
+        scale,
+        new,
+        k.shape[2],
+        first,
+        window,
+        length,
+        lse.shape[3],
+        heads,
+        heads // k.shape[1],
+        dim,
+        rows,
+        fold,
+        num_warps=max(4, rows // 16),
+        num_stages=_stages(q),
     )
-    _rows[grid](
-        q, k, v, out, lse, scale, *q.stride()[:3], *k.stride()[:3], vb, vg, vt, ob, oh, ot,
-        new, k.shape[2], first, window, length or k.shape[2], lse.shape[3], heads, heads // k.shape[1], dim,
-        padded(dim), rows, 64 if narrow else 32, fold, 1 if narrow else max(1, padded(dim) // 32),
-        num_warps=max(4, rows // 16), num_stages=_stages(q),
-    )  # fmt: skip
 
 
 def _run_columns(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    scale: float,
-    first: int | None = None,
-    window: int = EVERY,
-    rows: int | None = None,
-    fold: int = 0,
-) -> Tensor:
+    q: Tensor, k: Tensor, lse: Tensor, scale: float, first: int, window: int, rows: int | None = None, fold: int = 0
+) -> Tensor:  # fmt: skip
     """Return the attention that each key receives from all queries that see it, [B H S], given lse,
     the log-sum-exp of each query. Query t sees the last `window` keys up to key `first` + t. `rows`
     and `fold`: as `_folded` returns them, for a call without window."""
@@ -223,9 +201,8 @@ def _run_columns(
     keys = 128 if narrow else 64
     sums = q.new_empty((batch, heads, stored), dtype=torch.float32)
     _columns[(triton.cdiv(stored, keys), batch * (k.shape[1] if fold else heads))](
-        q, k, lse, sums, scale, *q.stride()[:3], *k.stride()[:3], new, stored,
-        stored - new if first is None else first, window, heads, heads // k.shape[1], dim, padded(dim),
-        rows if fold and rows else 64 if narrow else 32, keys, fold, num_warps=keys // 16, num_stages=_stages(q),
+        located(q), located(k), lse, sums, scale, new, stored, first, window, heads, heads // k.shape[1], dim,
+        rows or (64 if narrow else 32), keys, fold, num_warps=keys // 16, num_stages=_stages(q),
     )  # fmt: skip
     return sums
 
@@ -249,23 +226,28 @@ def _queries_of(
 
 @triton.jit(do_not_specialize=["new", "stored", "first", "window", "length", "pieces"])
 def _rows(
-    q, k, v, out, lse, scale, qb: tl.int64, qh: tl.int64, qt: tl.int64, kb: tl.int64, kg: tl.int64, kt: tl.int64,
-    vb: tl.int64, vg: tl.int64, vt: tl.int64, ob: tl.int64, oh: tl.int64, ot: tl.int64, new, stored, first, window,
-    length, pieces, HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, FOLD: tl.constexpr, PARTS: tl.constexpr,
+    q, k, v, out, lse, scale, new, stored, first, window, length, pieces, HEADS: tl.constexpr, SHARE: tl.constexpr,
+    DIM: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """Attend from a block of queries of one head, or with FOLD of all query heads of a KV head, to
     one piece of the keys that they see: write each query's log-sum-exp to `lse`, and with v its
     attention to `out`. Queries and keys are multiplied PARTS parts of the head one after the other:
     a whole fp32 head, as two numbers of tf32 each, does not fit into registers."""
+    NARROW: tl.constexpr = q.x.dtype.element_ty.primitive_bitwidth == 16
+    WIDE: tl.constexpr = padded(DIM)
+    KEYS: tl.constexpr = 64 if NARROW else 32
+    PARTS: tl.constexpr = 1 if NARROW else max(1, WIDE // 32)
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     this = tl.program_id(1).to(tl.int64)
     piece = tl.program_id(2)
     head, row, live = _queries_of(this, block * ROWS, new, SHARE, ROWS, FOLD)
     group, dim = this if FOLD else this // SHARE, tl.arange(0, WIDE)
     batch = group // (HEADS // SHARE)
-    keys = k + batch * kb + group % (HEADS // SHARE) * kg
-    queries = q + batch * qb + (head % HEADS * qh + row * qt)[:, None]
+    keys, key_step = head_rows(k, batch, group % (HEADS // SHARE))
+    if v is not None:
+        values, value_step = head_rows(v, batch, group % (HEADS // SHARE))
+    queries, query_step = head_rows(q, batch, 0)
+    queries += (head % HEADS * q.group + row * query_step)[:, None]
     # a load within the loop would be loaded ahead, into shared memory that others need
     if PARTS == 1:
         query = tl.load(queries + dim, mask=live[:, None] & (dim < DIM), other=0.0)
@@ -284,7 +266,7 @@ def _rows(
             if PARTS > 1:
                 query = tl.load(queries + some, mask=live[:, None] & (some < DIM), other=0.0)
             key = tl.load(
-                keys + token[:, None] * kt + some,
+                keys + token[:, None] * key_step + some,
                 mask=(token < end)[:, None] & (some < DIM),
                 other=0.0,
             )
@@ -295,20 +277,20 @@ def _rows(
         logits = tl.where(seen, scores * scale, float("-inf"))
         highest = tl.maximum(top, tl.max(logits, 1))
         # minus infinity: nothing seen in this piece yet
-        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        shift = finite(highest)
         shrink, weights = tl.exp(top - shift), tl.exp(logits - shift[:, None])
         total = total * shrink + tl.sum(weights, 1)
         if v is not None:
-            values = v + batch * vb + group % (HEADS // SHARE) * vg
             real = (token < end)[:, None] & (dim < DIM)
-            value = tl.load(values + token[:, None] * vt + dim, mask=real, other=0.0)
+            value = tl.load(values + token[:, None] * value_step + dim, mask=real, other=0.0)
             mixed = mixed * shrink[:, None] + product(weights.to(value.dtype), value)
         top = highest
     to = (head * new + row) * pieces + piece
     tl.store(lse + to, top + tl.log(total), mask=live)
     if v is not None:
+        outs, out_step = head_rows(out, batch, 0)
         tl.store(
-            out + batch * ob + (head % HEADS * oh + row * ot)[:, None] + dim,
+            outs + (head % HEADS * out.group + row * out_step)[:, None] + dim,
             mixed / tl.where(total > 0, total, 1.0)[:, None],
             mask=live[:, None] & (dim < DIM),
         )
@@ -316,32 +298,28 @@ def _rows(
 
 @triton.jit(do_not_specialize=["new", "stored", "first", "window"])
 def _columns(
-    q, k, lse, sums, scale, qb: tl.int64, qh: tl.int64, qt: tl.int64, kb: tl.int64, kg: tl.int64, kt: tl.int64,
-    new, stored, first, window, HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr,
+    q, k, lse, sums, scale, new, stored, first, window, HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """Sum the softmax weights that a block of one head's keys receives from all queries that see
     any of them; with FOLD, from the queries of each query head of a KV head."""
     this = tl.program_id(1).to(tl.int64)
     shared: tl.constexpr = ROWS // FOLD if FOLD else 1  # heads of a block of queries
-    token, dim = tl.program_id(0) * KEYS + tl.arange(0, KEYS), tl.arange(0, WIDE)
+    token, dim = tl.program_id(0) * KEYS + tl.arange(0, KEYS), tl.arange(0, padded(DIM))
     there = (token < stored)[:, None] & (dim < DIM)
     group = this if FOLD else this // SHARE
     batch = group // (HEADS // SHARE)
-    key = tl.load(
-        k + batch * kb + group % (HEADS // SHARE) * kg + token[:, None] * kt + dim,
-        mask=there,
-        other=0.0,
-    )
+    keys, key_step = head_rows(k, batch, group % (HEADS // SHARE))
+    key = tl.load(keys + token[:, None] * key_step + dim, mask=there, other=0.0)
+    queries, query_step = head_rows(q, batch, 0)
     received = tl.zeros([KEYS, shared], tl.float32)
     begin = 0 if FOLD else tl.maximum(tl.program_id(0) * KEYS - first, 0)
     end = ROWS if FOLD else tl.minimum(new, (tl.program_id(0) + 1) * KEYS - 1 - first + window)
     for start in range(begin, end, ROWS):
         head, row, live = _queries_of(this, start, new, SHARE, ROWS, FOLD)
         real = live[:, None] & (dim < DIM)
-        query = tl.load(
-            q + batch * qb + (head % HEADS * qh + row * qt)[:, None] + dim, mask=real, other=0.0
-        )
+        at = queries + (head % HEADS * q.group + row * query_step)[:, None]
+        query = tl.load(at + dim, mask=real, other=0.0)
         whole = tl.load(lse + head * new + row, mask=live, other=0.0)
         logits = product(key, tl.trans(query)) * scale - whole
         seen = token[:, None] <= tl.where(live, first + row, -1)

@@ -7,8 +7,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.common import (
+    counts_of,
     head_rows,
     located,
+    located_angles,
+    number_of,
     padded,
     product,
     row_places,
@@ -19,8 +22,8 @@ from kernels.gpu.common import (
 )
 from kernels.ragged import Ragged, filled, first_of
 
-_BLOCK = 64  # keys
-_RANKS = 32  # ranks that are taken at once
+_BLOCK = tl.constexpr(64)  # keys
+_RANKS = tl.constexpr(32)  # ranks that are taken at once
 
 
 def rebuild_keys(
@@ -32,18 +35,24 @@ def rebuild_keys(
     defines it. Rows of u are not copied."""
     (groups, rank, dim), numbers = first_of(basis).shape[1:], filled(chunks).contiguous()
     batch, (count, half) = len(numbers), (numbers.shape[2] * size, cos.shape[-1] // 2)
-    counts = chunks.counts if isinstance(chunks, Ragged) else None
     out = first_of(u).new_empty((batch, groups, count, dim))
-    (rows, of_u, _), (bases, of_basis, aligned), (turns, of_cos, _), (tilts, of_sin, _) = (
-        located(x) for x in (u, basis, cos, sin)
-    )
     if count:
         _rebuild[(triton.cdiv(count, _BLOCK), batch * groups)](
-            rows, bases.contiguous(), numbers, turns, tilts, out, of_u, of_basis, of_cos, of_sin, counts,
-            *rows.stride()[:2], turns.stride(-2), tilts.stride(-2), count, size, groups, rank, dim, half, padded(half),
-            padded(dim - 2 * half), _BLOCK, _RANKS, aligned, num_warps=4,
-            num_stages=min(triton.cdiv(rank, _RANKS), 5 if rows.element_size() == 2 else 3),
-        )  # fmt: skip
+            located(u),
+            located(basis if isinstance(basis, Ragged) else basis.contiguous()),
+            numbers,
+            located_angles(cos, batch),
+            located_angles(sin, batch),
+            out,
+            counts_of(chunks),
+            count,
+            size,
+            groups,
+            rank,
+            dim,
+            half,
+            num_stages=min(triton.cdiv(rank, _RANKS), 5 if out.element_size() == 2 else 3),
+        )
     return Ragged.filled_up(out, chunks.sizes * size) if isinstance(chunks, Ragged) else out
 
 
@@ -70,38 +79,28 @@ def rebuild_keys_refuses(
 
 
 @triton.jit
-def _columns(
-    basis,
-    rank,
-    first,
-    WIDTH: tl.constexpr,
-    WIDE: tl.constexpr,
-    RANK: tl.constexpr,
-    DIM: tl.constexpr,
-):
+def _columns(basis, rank, first, WIDTH: tl.constexpr, RANK: tl.constexpr, DIM: tl.constexpr):
     """Load WIDTH channels of the rows `rank` of the basis, from channel `first` on."""
-    channel = tl.arange(0, WIDE)
+    channel = tl.arange(0, padded(WIDTH))
     there = (rank < RANK)[:, None] & (channel < WIDTH)
     return tl.load(basis + rank[:, None] * DIM + first + channel, mask=there, other=0.0)
 
 
 @triton.jit(do_not_specialize=["count"])
 def _rebuild(
-    u, basis, chunks, cos, sin, out, of_u, of_basis, of_cos, of_sin, counts, ub: tl.int64, us: tl.int64, cs: tl.int64,
-    ss: tl.int64, count, SIZE: tl.constexpr, GROUPS: tl.constexpr, RANK: tl.constexpr, DIM: tl.constexpr,
-    HALF: tl.constexpr, WIDE: tl.constexpr, REST_WIDE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    u, basis, chunks, cos, sin, out, counts, count, SIZE: tl.constexpr, GROUPS: tl.constexpr, RANK: tl.constexpr,
+    DIM: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Rebuild a block of one head's keys, SIZE for each chunk, and rotate channel i with i + HALF;
     channels from 2 * HALF on stay as they are.
 
-    For several sequences, `of_u`, `of_basis`, `of_cos` and `of_sin` are tables of the addresses of
-    each one's tensors, and `counts` says how many chunks each wants."""
+    For several sequences, `counts` says how many chunks each wants."""
+    REST: tl.constexpr = DIM - 2 * HALF
     this = tl.program_id(1).to(tl.int64)
     sequence = this // GROUPS
-    place, channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)
-    end = count if counts is None else tl.load(counts + sequence).to(tl.int32) * SIZE
-    nothing = False if counts is None else tl.program_id(0) * BLOCK >= end
+    place, channel = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK), tl.arange(0, padded(HALF))
+    end = number_of(counts, sequence, count // SIZE) * SIZE
+    nothing = False if counts is None else tl.program_id(0) * _BLOCK >= end
     if nothing:  # a free slot of a batch has no whole basis that could be read
         return
     live = place < end
@@ -109,34 +108,30 @@ def _rebuild(
         tl.int64
     )
     position = chunk * SIZE + place % SIZE
-    of_head, _ = head_rows(
-        basis, of_basis, sequence, this % GROUPS, GROUPS * RANK * DIM, RANK * DIM, DIM, ALIGNED
-    )
-    u, us = row_places(u, of_u, sequence, ub, us)
-    cos, cs = row_places(cos, of_cos, sequence, 0, cs)
-    sin, ss = row_places(sin, of_sin, sequence, 0, ss)
+    of_head, _ = head_rows(basis, sequence, this % GROUPS)
+    rows, us = row_places(u, sequence)
+    turns, cs = row_places(cos, sequence)
+    tilts, ss = row_places(sin, sequence)
     there = live[:, None] & (channel < HALF)
     # early: they arrive during products
-    c = tl.load(cos + position[:, None] * cs + channel, mask=there, other=0.0)
-    s = tl.load(sin + position[:, None] * ss + channel, mask=there, other=0.0)
-    lower = tl.zeros([BLOCK, WIDE], tl.float32)
-    upper = tl.zeros([BLOCK, WIDE], tl.float32)
-    still = tl.zeros([BLOCK, REST_WIDE], tl.float32)
-    for start in range(0, RANK, STEP):
-        rank = start + tl.arange(0, STEP)
+    c = tl.load(turns + position[:, None] * cs + channel, mask=there, other=0.0)
+    s = tl.load(tilts + position[:, None] * ss + channel, mask=there, other=0.0)
+    lower = tl.zeros(there.shape, tl.float32)
+    upper = tl.zeros(there.shape, tl.float32)
+    still = tl.zeros([_BLOCK, padded(REST)], tl.float32)
+    for start in range(0, RANK, _RANKS):
+        rank = start + tl.arange(0, _RANKS)
         left = tl.load(
-            u + position[:, None] * us + rank, mask=live[:, None] & (rank < RANK), other=0.0
+            rows + position[:, None] * us + rank, mask=live[:, None] & (rank < RANK), other=0.0
         )
-        lower += product(left, _columns(of_head, rank, 0, HALF, WIDE, RANK, DIM))
-        upper += product(left, _columns(of_head, rank, HALF, HALF, WIDE, RANK, DIM))
-        if DIM > 2 * HALF:
-            still += product(
-                left, _columns(of_head, rank, 2 * HALF, DIM - 2 * HALF, REST_WIDE, RANK, DIM)
-            )
+        lower += product(left, _columns(of_head, rank, 0, HALF, RANK, DIM))
+        upper += product(left, _columns(of_head, rank, HALF, HALF, RANK, DIM))
+        if REST:
+            still += product(left, _columns(of_head, rank, 2 * HALF, REST, RANK, DIM))
     c, s = c.to(tl.float32), s.to(tl.float32)
     to = out + (this * count + place)[:, None] * DIM
     tl.store(to + channel, lower * c - upper * s, mask=there)
     tl.store(to + HALF + channel, upper * c + lower * s, mask=there)
-    if DIM > 2 * HALF:
-        rest = tl.arange(0, REST_WIDE)
-        tl.store(to + 2 * HALF + rest, still, mask=live[:, None] & (rest < DIM - 2 * HALF))
+    if REST:
+        rest = tl.arange(0, padded(REST))
+        tl.store(to + 2 * HALF + rest, still, mask=live[:, None] & (rest < REST))

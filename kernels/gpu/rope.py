@@ -12,10 +12,19 @@ from torch import Tensor
 
 from kernels.block import DecoderBlock
 from kernels.gpu import common
-from kernels.gpu.common import head_rows, located, padded, rounded, row_places
+from kernels.gpu.common import (
+    each,
+    head_rows,
+    located,
+    located_angles,
+    number_of,
+    padded,
+    rounded,
+    row_places,
+)
 from kernels.ragged import Ragged, first_of
 
-_TURNED = 16  # tokens of a head that one program rotates
+_TURNED = tl.constexpr(16)  # tokens of a head that one program rotates
 
 
 class NewRows(NamedTuple):
@@ -39,41 +48,42 @@ def turned(
     """Norm the heads of q and k if the model does, rotate them (neighbouring channels become halves),
     and reorder them: q [B*T H*D], k, v [B*T G*D] -> q [B H T D], k [B G T D]. If there is a
     `store`, write k and v into it too."""
-    tokens, turning, dim = q.shape[0] // batch, cos.shape[2], block.head_dim
-    heads, groups = q.shape[1] // dim, k.shape[1] // dim
-    new_q, new_k = (q.new_empty((batch, count, tokens, dim)) for count in (heads, groups))
-    at_once = min(_TURNED, triton.next_power_of_2(tokens))
-    (keys, of_keys, k_aligned), (values, of_values, v_aligned) = (
-        ((None, None, 1),) * 2 if store is None else map(located, store[:2])
-    )
-    row = None if store is None else store.row
-    apart = groups if store is not None and store.keys.shape[1] < groups else 0
-    _turn[(triton.cdiv(tokens, at_once), heads + groups * (1 if store is None else 2), batch)](
-        q, k, v, new_q, new_k, keys, values, of_keys, of_values, row, block.q_norm, block.k_norm, cos, sin, block.eps,
-        q.stride(0), k.stride(0), v.stride(0), *_angle_steps(cos, sin),
-        *((0,) * 6 if keys is None or values is None else (*keys.stride()[:3], *values.stride()[:3])), tokens,
-        int(row is not None and len(row) > 1), apart, heads, groups, dim, turning // 2, padded(turning // 2, 1),
-        padded(dim - turning, 1), padded(dim, 1), at_once, min(k_aligned, v_aligned), block.neighbours,
-        num_warps=1 if at_once == 1 else 4,
-        enable_fp_fusion=False,  # fusing would skip the rounding of a product
-    )  # fmt: skip
+    tokens, dim = q.shape[0] // batch, block.head_dim
+    new_q, new_k = (x.new_empty((batch, x.shape[1] // dim, tokens, dim)) for x in (q, k))
+    norms = block.q_norm, block.k_norm, block.eps
+    _launch(q, k, v, new_q, new_k, cos, sin, norms, block.neighbours, store)
     return new_q, new_k
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [B G T D] by cos and sin, as kernels/rope.py defines it. It runs the kernel that
     rotates a block's queries, without norms."""
-    (batch, heads, tokens, dim), half = x.shape, cos.shape[-1] // 2
+    batch, heads, tokens, dim = x.shape
     rows, out = x.transpose(1, 2).reshape(batch * tokens, heads * dim), x.new_empty(x.shape)
-    at_once = min(_TURNED, triton.next_power_of_2(tokens))
     if out.numel():
-        _turn[(triton.cdiv(tokens, at_once), heads, batch)](
-            rows, rows, rows, out, out, None, None, None, None, None, None, None, cos, sin, 0.0, rows.stride(0), 0, 0,
-            *_angle_steps(cos, sin), *[0] * 6, tokens, 0, 0, heads, 0, dim, half, padded(half, 1),
-            padded(dim - 2 * half, 1), padded(dim, 1), at_once, 1, False, num_warps=1 if at_once == 1 else 4,
-            enable_fp_fusion=False,
-        )  # fmt: skip
+        _launch(rows, rows, rows, out, out[:, :0], cos, sin)
     return out
+
+
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, new_q: Tensor, new_k: Tensor, cos: Tensor, sin: Tensor,
+    norms: tuple[Tensor | None, Tensor | None, float] = (None, None, 0.0), neighbours: bool = False,
+    store: NewRows | None = None,
+) -> None:  # fmt: skip
+    """Rotate q [B*T H*D] into new_q [B H T D], and k into new_k; `norms`: weights for the heads of q
+    and of k, and epsilon. `neighbours` and `store`: as in `turned`."""
+    (batch, heads, tokens, dim), groups = new_q.shape, new_k.shape[1]
+    at_once = min(_TURNED.value, padded(tokens, 1))
+    cache: tuple[object, ...] = (None, None, None)  # where new rows go
+    if store is not None:
+        cache = located(store.keys), located(store.values), each(store.row)
+    apart = groups if store is not None and store.keys.shape[1] < groups else 0
+    angles = (located(x.expand(batch, tokens, -1)) for x in (cos, sin))
+    _turn[(triton.cdiv(tokens, at_once), heads + groups * (1 if store is None else 2), batch)](
+        q, k, v, new_q, new_k, *cache, *norms, *angles, q.stride(0), k.stride(0), v.stride(0), tokens,
+        apart, heads, groups, dim, cos.shape[2] // 2, at_once, neighbours, num_warps=1 if at_once == 1 else 4,
+        enable_fp_fusion=False,  # fusing would skip the rounding of a product
+    )  # fmt: skip
 
 
 def rotate_to(
@@ -81,13 +91,12 @@ def rotate_to(
 ) -> Tensor:
     """Rotate rows x [B G T D] to the position `at` of tables of cos and sin [1 C R], in fp32, and
     return them in `dtype`, as kernels/rope.py defines it."""
-    (batch, groups, tokens, dim), half = x.shape, cos.shape[2] // 2
-    (first_cos, of_cos, _), (first_sin, of_sin, _) = map(located, (cos, sin))
+    batch, groups, tokens, dim = x.shape
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     if out.numel():
+        angles = (located_angles(part, batch) for part in (cos, sin))
         _turn_to[(triton.cdiv(tokens, _TURNED), groups, batch)](
-            x.contiguous(), first_cos, first_sin, of_cos, of_sin, at, out, first_cos.stride(1), first_sin.stride(1),
-            tokens, int(len(at) > 1), groups, dim, half, padded(dim, 1), _TURNED, num_warps=4,
+            x.contiguous(), *angles, each(at), out, tokens, groups, dim, cos.shape[2] // 2,
             enable_fp_fusion=False,  # fusing would skip the rounding of a product
         )  # fmt: skip
     return out
@@ -127,15 +136,6 @@ def unfit_angles(batch: int, tokens: int, dim: int, cos: Tensor, sin: Tensor) ->
     return None
 
 
-def _angle_steps(cos: Tensor, sin: Tensor) -> tuple[int, ...]:
-    """Return four strides in entries: those of cos and of sin from one sequence to the next, then
-    those of cos and of sin from one token to the next. A stride is 0 where all sequences or tokens
-    share one row."""
-    return tuple(
-        angle.stride(dim) if angle.shape[dim] > 1 else 0 for dim in (0, 1) for angle in (cos, sin)
-    )
-
-
 @triton.jit
 def _times(x, share, norm, at, there):
     """Finish RMSNorm for some channels `at` of heads: return x times `share` (one over the root
@@ -146,15 +146,15 @@ def _times(x, share, norm, at, there):
 
 @triton.jit
 def _turn_head(
-    x, out, stored, norm, cos, sin, eps, xt, ct, st, live, DIM: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
-    REST_WIDE: tl.constexpr, ROWS: tl.constexpr, NEIGHBOURS: tl.constexpr,
+    x, out, stored, norm, cos, sin, eps, xt, ct, st, live, DIM: tl.constexpr, HALF: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
 ):  # fmt: skip
     """Rotate some tokens of one head from x to `out`: channel i with i + HALF; channels from 2 *
     HALF on stay as they are. NEIGHBOURS: in x these two are 2i and 2i + 1. With weights `norm`,
     norm them first. A single token may also go to the row at the pointer `stored`."""
-    token = tl.arange(0, ROWS).to(tl.int64)[:, None]
-    channel = tl.arange(0, WIDE)
-    still = 2 * HALF + tl.arange(0, REST_WIDE)
+    token = tl.arange(0, live.shape[0]).to(tl.int64)[:, None]
+    channel = tl.arange(0, padded(HALF, 1))
+    still = 2 * HALF + tl.arange(0, padded(DIM - 2 * HALF, 1))
     there, beside = live[:, None] & (channel < HALF), live[:, None] & (still < DIM)
     step: tl.constexpr = 2 if NEIGHBOURS else 1
     apart: tl.constexpr = 1 if NEIGHBOURS else HALF
@@ -186,18 +186,16 @@ def _turn_head(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _turn_to(
-    x, cos, sin, of_cos, of_sin, at, out, ct: tl.int64, st: tl.int64, tokens, EACH: tl.constexpr, GROUPS: tl.constexpr,
-    DIM: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    x, cos, sin, at, out, tokens, GROUPS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr
 ):  # fmt: skip
     """Rotate some rows of one head to one position: channel i with i + HALF; channels from 2 * HALF
-    on stay as they are. `at` holds the position, one for each sequence if EACH is 1, one for all if
-    it is 0."""
-    batch, channel = tl.program_id(2).to(tl.int64), tl.arange(0, WIDE)
-    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    on stay as they are. `at` holds the position."""
+    batch, channel = tl.program_id(2).to(tl.int64), tl.arange(0, padded(DIM, 1))
+    token = tl.program_id(0) * _TURNED + tl.arange(0, _TURNED)
     turns, lower = channel < 2 * HALF, channel < HALF
-    first_cos, cos_step = row_places(cos, of_cos, batch, 0, ct)
-    first_sin, sin_step = row_places(sin, of_sin, batch, 0, st)
-    position = tl.load(at + batch * EACH)
+    first_cos, cos_step = row_places(cos, batch)
+    first_sin, sin_step = row_places(sin, batch)
+    position = number_of(at, batch, 0)
     c = tl.load(first_cos + position * cos_step + channel, mask=turns, other=1.0).to(tl.float32)
     s = tl.load(first_sin + position * sin_step + channel, mask=turns, other=0.0).to(tl.float32)
     row = ((batch * GROUPS + tl.program_id(1)) * tokens + token)[:, None] * DIM
@@ -210,58 +208,49 @@ def _turn_to(
 
 
 @triton.jit
-def _row_of(
-    x, places, row, sequence, group, xb, xg, xt, EACH: tl.constexpr, APART: tl.constexpr, ALIGNED: tl.constexpr
-):  # fmt: skip
+def _row_of(x, row, sequence, group, APART: tl.constexpr):
     """Return a pointer to the row of a cache into which a new token of this sequence and KV head
-    goes. `row` holds its number, one for each sequence if EACH is 1, one for all if it is 0. APART:
-    the number of a sequence's KV heads if each has memory of its own, as a sequence of one head;
-    else 0."""
+    goes. `row` holds its number. APART: the number of a sequence's KV heads if each has memory of
+    its own, as a sequence of one head; else 0."""
     if APART:
         sequence, group = sequence * APART + group, group * 0
-    first, step = head_rows(x, places, sequence, group, xb, xg, xt, ALIGNED)
-    return first + tl.load(row + sequence * EACH) * step
+    first, step = head_rows(x, sequence, group)
+    return first + number_of(row, sequence, 0) * step
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _turn(
-    q, k, v, new_q, new_k, keys, values, of_keys, of_values, row, q_norm, k_norm, cos, sin, eps, qt: tl.int64,
-    kt: tl.int64, vt: tl.int64, cb: tl.int64, sb: tl.int64, ct: tl.int64, st: tl.int64, keys_b: tl.int64,
-    keys_g: tl.int64, keys_t: tl.int64, values_b: tl.int64, values_g: tl.int64, values_t: tl.int64, tokens,
-    EACH: tl.constexpr, APART: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr,
-    HALF: tl.constexpr, WIDE: tl.constexpr, REST_WIDE: tl.constexpr, DIM_WIDE: tl.constexpr, ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr, NEIGHBOURS: tl.constexpr,
+    q, k, v, new_q, new_k, keys, values, row, q_norm, k_norm, eps, cos, sin, qt: tl.int64, kt: tl.int64, vt: tl.int64,
+    tokens, APART: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+    ROWS: tl.constexpr, NEIGHBOURS: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate some tokens of one query head or one KV head. If a cache `keys` and `values`
     is given, there is one token per sequence: its key is also written to `row` of the cache, and
-    further programs write its value. `row` holds one number for each sequence if EACH is 1, one for
-    all if it is 0."""
+    further programs write its value."""
     first, head, batch = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2).to(tl.int64)
     live = first + tl.arange(0, ROWS) < tokens
-    cos, sin = cos + batch * cb + first * ct, sin + batch * sb + first * st
+    cosines, ct = row_places(cos, batch)
+    sines, st = row_places(sin, batch)
+    cosines, sines = cosines + first * ct, sines + first * st
     token = batch * tokens + first
     if head < HEADS:
         to = (batch * HEADS + head) * tokens + first
         _turn_head(
-            q + token * qt + head * DIM, new_q + to * DIM, None, q_norm, cos, sin, eps, qt, ct, st, live, DIM, HALF,
-            WIDE, REST_WIDE, ROWS, NEIGHBOURS,
+            q + token * qt + head * DIM, new_q + to * DIM, None, q_norm, cosines, sines, eps, qt, ct, st, live, DIM,
+            HALF, NEIGHBOURS,
         )  # fmt: skip
     elif head < HEADS + GROUPS:
         group = head - HEADS
         to = (batch * GROUPS + group) * tokens + first
-        stored = keys
+        stored = None
         if keys is not None:
-            stored = _row_of(
-                keys, of_keys, row, batch, group, keys_b, keys_g, keys_t, EACH, APART, ALIGNED
-            )
+            stored = _row_of(keys, row, batch, group, APART)
         _turn_head(
-            k + token * kt + group * DIM, new_k + to * DIM, stored, k_norm, cos, sin, eps, kt, ct, st, live, DIM, HALF,
-            WIDE, REST_WIDE, ROWS, NEIGHBOURS,
+            k + token * kt + group * DIM, new_k + to * DIM, stored, k_norm, cosines, sines, eps, kt, ct, st, live, DIM,
+            HALF, NEIGHBOURS,
         )  # fmt: skip
     elif values is not None:
-        group, channel = head - HEADS - GROUPS, tl.arange(0, DIM_WIDE)
-        stored = _row_of(
-            values, of_values, row, batch, group, values_b, values_g, values_t, EACH, APART, ALIGNED
-        )
+        group, channel = head - HEADS - GROUPS, tl.arange(0, padded(DIM, 1))
+        stored = _row_of(values, row, batch, group, APART)
         value = tl.load(v + token * vt + group * DIM + channel, mask=channel < DIM)
         tl.store(stored + channel, value, mask=channel < DIM)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from kernels.gpu import common
 from kernels.gpu.choose import row_log_sum_exp, weights
-from kernels.gpu.common import head_rows, located, padded, product
+from kernels.gpu.common import counts_of, each, head_rows, located, number_of, padded, product
 from kernels.partial import BESIDE
-from kernels.ragged import Ragged, first_of
+from kernels.ragged import Ragged, first_of, with_sizes
 
 _AT_ONCE = 512  # bytes of a row that are taken at once
 _NARROW = 64  # channels of rows of which a program takes more
@@ -24,26 +24,20 @@ def row_scores(q: Tensor, x: Tensor | Ragged) -> Tensor | Ragged:
     """Multiply the g query heads of each group (those that share a KV head) with every row of an
     index, as kernels/reference.py defines it. q [B G g C], x [B G S C], in memory row by row or
     channel by channel -> [B G g S]"""
-    out = q.new_empty((*q.shape[:3], x.shape[2]), dtype=torch.float32)
-    _run(q, x, out)
-    return Ragged.filled_up(out, x.sizes, 3) if isinstance(x, Ragged) else out
+    return _products(q, x)[0]
 
 
 def live_scores(q: Tensor, x: Tensor | Ragged, live: Tensor) -> tuple[Tensor | Ragged, Tensor]:
     """Multiply queries with the first `live` rows of each sequence in an index, as `row_scores`
     does; the others get minus infinity. kernels/reference.py defines it. Return the scores
     [B G g S] and the largest score in each block of rows, [B G g blocks]."""
-    out = q.new_empty((*q.shape[:3], x.shape[2]), dtype=torch.float32)
-    tops = _run(q, x, out, live=live).view(*q.shape[:3], -1)
-    return Ragged.filled_up(out, x.sizes, 3) if isinstance(x, Ragged) else out, tops
+    return _products(q, x, live=live)
 
 
 def page_scores(q: Tensor, bounds: Tensor | Ragged) -> Tensor | Ragged:
     """Bound the product of each query q [B G g D] with the keys of each page, whose largest and
     smallest values are bounds [B G P 2D], as kernels/pages.py defines it. -> [B G g P]"""
-    out = q.new_empty((*q.shape[:3], bounds.shape[2]), dtype=torch.float32)
-    _run(q, bounds, out, by_sign=True)
-    return Ragged.filled_up(out, bounds.sizes, 3) if isinstance(bounds, Ragged) else out
+    return _products(q, bounds, by_sign=True)[0]
 
 
 def row_weights(
@@ -52,11 +46,9 @@ def row_weights(
     """Compute the softmax weights of an index's rows for each group of query heads, as
     kernels/reference.py defines it, in two kernels: products with log-sum-exps of blocks, and
     weights. q [B G g C], x [B G S C] -> [B G S]"""
-    batch, groups, heads, _ = q.shape
-    logits = common.wide_rows(q, (batch * groups * heads, x.shape[2]))
+    logits = common.wide_rows(q, (*q.shape[:3], x.shape[2]))
     lses = _run(q, x, logits, live=live, scale=scale)
-    out = weights(logits, lses, (batch, groups), logits.stride(0), scale, reduce)
-    return Ragged.filled_up(out, x.sizes) if isinstance(x, Ragged) else out
+    return with_sizes(weights(logits, lses, scale, reduce, bound=logits.stride(2)), x)
 
 
 def add_received(
@@ -64,14 +56,17 @@ def add_received(
 ) -> None:
     """Add to sums [B G C] the attention weights that queries q [B H 1 D] give the keys k [B G S D],
     as kernels/reference.py defines it, in one pass over the keys."""
-    _run(
-        q.view(*k.shape[:2], -1, q.shape[3]),
-        k,
-        sums,
-        live=live,
-        scale=scale,
-        whole=lse.contiguous(),
-    )
+    queries = q.view(*k.shape[:2], -1, q.shape[3])
+    _run(queries, k, sums, live=live, scale=scale, whole=lse.contiguous())
+
+
+def _products(
+    q: Tensor, x: Tensor | Ragged, by_sign: bool = False, live: Tensor | None = None
+) -> tuple[Tensor | Ragged, Tensor]:
+    """Return the products [B G g S], and with `live` the largest of each block, as `_run` does."""
+    out = q.new_empty((*q.shape[:3], x.shape[2]), dtype=torch.float32)
+    tops = _run(q, x, out, by_sign, live)
+    return with_sizes(out, x, 3), tops
 
 
 def _run(
@@ -79,29 +74,40 @@ def _run(
     scale: float | None = None, whole: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Write the products to `out`, whose last dimension holds those of one query head. Return for
-    each block of them, [B*G*g blocks], the largest one, or with a `scale` the log-sum-exp of all
+    each block of them, [B G g blocks], the largest one, or with a `scale` the log-sum-exp of all
     times `scale`. `whole` [B H]: as in the kernel."""
     (batch, groups, heads, channels), count = q.shape, x.shape[2]
-    width = 2 * channels if by_sign else channels
-    counts = x.counts if isinstance(x, Ragged) else None
+    width, size = 2 * channels if by_sign else channels, x.dtype.itemsize
     by_channel = first_of(x).stride(3) != 1
-    first, places, aligned = located(x.mT if by_channel else x)
-    size = first.element_size()
     step = min(_AT_ONCE // size, padded(width))
     block, warps = _TILE // (step * size), size
     if step <= _NARROW:  # rows that are read entry by entry take many registers
         block, warps = 512 // size if by_channel or width == step else 64, 4
-    of_blocks = q.new_empty(
-        (batch * groups * heads, triton.cdiv(count, block)), dtype=torch.float32
-    )
-    tops = of_blocks if scale is None and live is not None else None
-    lses = of_blocks if scale is not None and whole is None else None
+    blocks = triton.cdiv(count, block)
+    of_blocks = q.new_empty((batch, groups, heads, blocks), dtype=torch.float32)
     if out.numel():
-        _scores[(of_blocks.shape[1], batch * groups)](
-            q.contiguous(), first, places, counts, live, out, tops, lses, whole, scale, *first.stride()[:3],
-            out.stride(-2), count, int(live is not None and len(live) > 1), groups, heads, padded(heads), width, step,
-            block, aligned, by_sign, by_channel, num_warps=warps, num_stages=common.stages(first),
-        )  # fmt: skip
+        _scores[(blocks, batch * groups)](
+            q.contiguous(),
+            located(x.mT if by_channel else x),
+            counts_of(x),
+            each(live),
+            out,
+            of_blocks if scale is None and live is not None else None,
+            of_blocks if scale is not None and whole is None else None,
+            whole,
+            scale,
+            out.stride(-2),
+            count,
+            groups,
+            heads,
+            width,
+            step,
+            block,
+            by_sign,
+            by_channel,
+            num_warps=warps,
+            num_stages=common.stages(first_of(x)),
+        )
     return of_blocks
 
 
@@ -134,7 +140,7 @@ def add_received_refuses(
 def row_weights_refuses(
     q: Tensor, x: Tensor | Ragged, scale: float, reduce: str, live: Tensor | None = None
 ) -> str | None:
-    return common.unfit_numbers(live, len(q)) or _unfit(q, x, q.shape[3])
+    return live_scores_refuses(q, x, live)
 
 
 def _unfit(q: Tensor, x: Tensor | Ragged, width: int) -> str | None:
@@ -150,32 +156,27 @@ def _unfit(q: Tensor, x: Tensor | Ragged, width: int) -> str | None:
 
 @triton.jit(do_not_specialize=["count"])
 def _scores(
-    q, x, places, counts, live, out, tops, lses, whole, scale, xb: tl.int64, xg: tl.int64, xt: tl.int64,
-    width: tl.int64, count, EACH: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, FOLD: tl.constexpr,
-    WIDTH: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, BY_SIGN: tl.constexpr,
+    q, x, counts, live, out, tops, lses, whole, scale, width: tl.int64, count, GROUPS: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, BY_SIGN: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
     """Multiply a group's queries with a block of rows of x. For several sequences, `counts` says
-    how many rows each has. `live`: only so many rows count, the others get minus infinity; it holds
-    one number for each sequence if EACH is 1, one for all if it is 0. If `tops` is given, each
-    head's largest score in the block is written there; to `lses` the log-sum-exp of its scores
+    how many rows each has. `live`: only so many rows count, the others get minus infinity. If `tops`
+    is given, each head's largest score in the block is written there; to `lses` the log-sum-exp of its scores
     times `scale`. Rows of `out` lie `width` entries apart. If `whole` is given, the log-sum-exps of
     each head's whole softmax, `out` has one row per group, to which weights are added.
 
     BY_SIGN: the first half of a row is multiplied with the positive parts of a query, the second
     half with the negative ones. BY_CHANNEL: the rows of a channel lie side by side, and channels
-    are `xt` entries apart. Of several sequences, one may have fewer channels than the others: its
+    are as far apart as rows else are. Of several sequences, one may have fewer channels than the others: its
     queries are zero in the last ones, which are not read."""
     this = tl.program_id(1).to(tl.int64)
-    rows, apart = head_rows(x, places, this // GROUPS, this % GROUPS, xb, xg, xt, ALIGNED)
-    if counts is not None:
-        count = tl.load(counts + this // GROUPS).to(tl.int32)
-    end = count
-    if live is not None:
-        count = tl.minimum(count, tl.load(live + this // GROUPS * EACH).to(tl.int32))
-    row, head = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, FOLD)
+    rows, apart = head_rows(x, this // GROUPS, this % GROUPS)
+    end = number_of(counts, this // GROUPS, count)
+    count = tl.minimum(end, number_of(live, this // GROUPS, end))
+    row, head = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, padded(HEADS))
     of_head = this * HEADS + head
-    scores = tl.zeros([FOLD, BLOCK], tl.float32)
+    scores = tl.zeros([head.shape[0], BLOCK], tl.float32)
     if tl.program_id(0) * BLOCK < count:
         for start in range(0, WIDTH, STEP):
             channel = start + tl.arange(0, STEP)
@@ -189,7 +190,7 @@ def _scores(
                 query = tl.load(q + of_head[:, None] * WIDTH + channel, mask=mine, other=0.0)
             if BY_CHANNEL:
                 read = channel < WIDTH
-                if places is not None:
+                if x.table is not None:
                     some = tl.max(tl.abs(query.to(tl.float32)), 0) > 0
                     read = channel < tl.max(tl.where(some, channel + 1, 0), 0)
                 # whole vectors are loaded

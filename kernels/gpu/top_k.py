@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.common import DTYPES, padded, unfit
+from kernels.gpu.common import DTYPES, counts_of, known, number_of, padded, unfit
 from kernels.per_sequence import PerSequence
-from kernels.ragged import Ragged, too_few
+from kernels.ragged import Ragged, filled, too_few, with_sizes
 
 # entries that a program holds, at least; eight times as many as are wanted of a piece
 _PIECE = 1024
@@ -41,10 +41,8 @@ _NONE = tl.constexpr(2**31 - 1)
 def top_k(scores: Tensor | Ragged, count: int | PerSequence) -> Tensor | Ragged:
     """Find the indices of the `count` largest scores of each row, as kernels/reference.py defines
     it; among equal scores the first in the row. [... S] -> [... count]"""
-    whole, sizes = (scores.whole, scores.counts) if isinstance(scores, Ragged) else (scores, None)
-    counts, most = (
-        (count.on(whole.device), count.most) if isinstance(count, PerSequence) else (None, count)
-    )
+    whole, sizes = filled(scores), counts_of(scores)
+    counts, most = known(count, whole.device)
     rows = (whole if whole.stride(-1) == 1 else whole.contiguous()).flatten(0, -2)
     out = torch.empty((len(rows), most), dtype=torch.int64, device=whole.device)
     if out.numel():
@@ -56,7 +54,7 @@ def top_k(scores: Tensor | Ragged, count: int | PerSequence) -> Tensor | Ragged:
         else:
             _search_bytes(rows, out, lists, sizes, counts)
     out = out.view(*whole.shape[:-1], most)
-    return Ragged.filled_up(out, count, out.dim() - 1) if isinstance(count, PerSequence) else out
+    return with_sizes(out, count, out.dim() - 1)
 
 
 def top_k_refuses(scores: Tensor | Ragged, count: int | PerSequence) -> str | None:
@@ -68,7 +66,7 @@ def top_k_refuses(scores: Tensor | Ragged, count: int | PerSequence) -> str | No
         )
     if too_few(scores, count):
         return "leaves the error for too large a count to torch"
-    return unfit(scores.whole if isinstance(scores, Ragged) else scores)
+    return unfit(filled(scores))
 
 
 def _cuts(size: int, count: int) -> list[int]:
@@ -91,16 +89,16 @@ def _select(
     count: int,
     pieces: int,
     lists: int,
-    sizes: Tensor | None,
-    counts: Tensor | None,
+    sizes: tuple[Tensor, int] | None,
+    counts: tuple[Tensor, int] | None,
 ) -> tuple[Tensor, Tensor]:
     """Find the `count` best entries of each of `pieces` pieces of the rows x [N S]. Return their
     indices, or with `names` [N S] what stands there at these indices; and their keys (integers in
     the order of the scores), for the next launch. With one piece there is no next launch, and the
     tensor of keys is empty.
 
-    A sequence has `lists` rows; for several sequences, `sizes` [B] may say how long they are, and
-    `counts` [B] how many are wanted. Places beyond a sequence's count hold zeros, which are valid
+    A sequence has `lists` rows; for several sequences, `sizes` may say how long they are, and
+    `counts` how many are wanted (`each`). Places beyond a sequence's count hold zeros, which are valid
     rows but no results, with the least of keys."""
     rows, size = x.shape
     out = torch.empty((rows, pieces * count), dtype=torch.int64, device=x.device)
@@ -124,7 +122,11 @@ def pieces_of(rows: int, size: int) -> tuple[int, int, int]:
 
 
 def _search_bytes(
-    x: Tensor, out: Tensor, lists: int, sizes: Tensor | None, counts: Tensor | None
+    x: Tensor,
+    out: Tensor,
+    lists: int,
+    sizes: tuple[Tensor, int] | None,
+    counts: tuple[Tensor, int] | None,
 ) -> None:
     """Write the indices of the best entries of the rows x [N S] to `out` [N count]. `lists`,
     `sizes` and `counts`: as in `_select`."""
@@ -149,14 +151,6 @@ def _keys(x, at, live):
         bits = value.to(tl.float32).to(tl.int32, bitcast=True)
         value = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return tl.where(live, value, _LEAST)
-
-
-@triton.jit
-def own_number(numbers, sequence, number):
-    """Return the entry of a sequence in `numbers`, or `number` if that is None."""
-    if numbers is not None:
-        number = tl.load(numbers + sequence).to(tl.int32)
-    return number
 
 
 @triton.jit
@@ -215,7 +209,7 @@ def _best(
     entry in `counts` says, and write their indices, followed by zeros."""
     row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     room = count
-    size, count = own_number(sizes, row // LISTS, size), own_number(counts, row // LISTS, count)
+    size, count = number_of(sizes, row // LISTS, size), number_of(counts, row // LISTS, count)
     # the product may exceed 2^31, though the place does not
     first = (piece.to(tl.int64) * size // pieces).to(tl.int32)
     end = ((piece + 1).to(tl.int64) * size // pieces).to(tl.int32)
@@ -278,7 +272,7 @@ def _count(
 
     `tables` [2 rows pieces 256] has the counts of even and of odd bytes."""
     row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    size, count = own_number(sizes, row // LISTS, size), own_number(counts, row // LISTS, count)
+    size, count = number_of(sizes, row // LISTS, size), number_of(counts, row // LISTS, count)
     value, rows = tl.arange(0, _BINS), tl.num_programs(0).to(tl.int64)
     own = ((row + BYTE % 2 * rows) * pieces + piece) * _BINS
     table, prefix, left = tl.zeros([_BINS], tl.int32), 0, 1
@@ -325,7 +319,7 @@ def _place(
     at the places that the earlier pieces leave."""
     row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     room = count
-    size, count = own_number(sizes, row // LISTS, size), own_number(counts, row // LISTS, count)
+    size, count = number_of(sizes, row // LISTS, size), number_of(counts, row // LISTS, count)
     rows = tl.num_programs(0).to(tl.int64)
     byte = tl.arange(0, _BYTES)[:, None]
     each = tl.arange(0, PIECES)

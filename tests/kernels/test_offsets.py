@@ -36,7 +36,7 @@ from kernels.gpu import top_k
 FAR = 1 << 30
 AXIS = {  # of a kernel's grid: that of heads, rows or problems, whose number multiplies sizes
     "_attend": 0, "_merge": 0, "_merge_apart": 1, "_channels": 1, "_log_sum_exp": 0, "_weights": 1,
-    "_margins": 1, "_copy": 1,
+    "_margins": 1, "_put": 1,
     "_from_tiers": 0, "_assign": 1, "_move": 0, "_table": 0, "_look_up": 1, "_rows": 1, "_columns": 1, "_rebuild": 1,
     "_scores": 1, "_best": 0, "_count": 0, "_place": 0, "_cells": 0, "_count_kinds": 0, "_place_kinds": 0,
     "_norm": 0, "_turn": 2, "_gate": 0, "_attend_codes": 0, "_decode_rows": 1,
@@ -148,7 +148,7 @@ def test_kmeans_and_blocks(far: Far) -> None:
             )
             ops.add_received(torch.zeros(1, 2, 9), stored(3, 1, 4, 1, 8), held, torch.zeros(1, 4), 1.0, None)
         ops.likeliest_tokens(torch.zeros(2, 5000))
-    layer = {"_assign", "_move", "_turn", "_norm", "_gate", "_copy", "_scores", "_products"}
+    layer = {"_assign", "_move", "_turn", "_norm", "_gate", "_put", "_scores", "_products"}
     assert far.ran == {*layer, "_best_of_piece", "_best_of_all"}
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from kernels import column_sums as module
 from kernels import ops, reference, sdpa, sink_logits, windowed
 from kernels.dispatch import use_backend
 from kernels.reference import Segment
@@ -59,8 +58,8 @@ def _loop(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor
 @pytest.mark.parametrize("at_once", [1, 1 << 20], ids=["blocks", "whole"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_column_sums_equal_a_loop(shape: tuple[int, ...], at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_WEIGHTS_AT_ONCE", at_once)
-    monkeypatch.setattr(module, "_LEAST_QUERIES", 7)
+    monkeypatch.setattr(windowed, "_WEIGHTS_AT_ONCE", at_once)
+    monkeypatch.setattr(windowed, "_LEAST_QUERIES", 7)
     batch, heads, groups, dim, stored, new = shape
     q = 3 * torch.randn(batch, new, heads, dim).transpose(1, 2)
     k, v = torch.randn(2, batch, groups, stored + 3, dim)[:, :, :, :stored]

@@ -66,7 +66,7 @@ def test_a_backend_that_fails_is_a_row_with_the_reason_and_the_others_go_on(
 ) -> None:
     """Plain torch's, a rival's, and the inputs of a whole group of operations."""
     monkeypatch.setattr("harness.bench.common.limits.measured", lambda device: LIMITS)
-    monkeypatch.setattr("kernels.column_sums.column_sums", out_of_memory)
+    monkeypatch.setattr("kernels.windowed.column_sums", out_of_memory)
     monkeypatch.setattr(ops.column_sums, "_loaded", {})
     monkeypatch.setattr("harness.bench.rivals.gathered", out_of_memory)
     monkeypatch.setattr(Inputs, "coded", out_of_memory)  # attention's last cases, and those of rows but for the first
