@@ -117,10 +117,7 @@ def coded_attention(
     parts = [segment_attention_with_lse(q, [_decoded(coded, q.dtype)], scale) for coded in codes]
     if plain := [segment for segment in segments if isinstance(segment, Segment)]:
         parts.append(ops.segment_attention_with_lse(q, plain, scale))
-    attended: tuple[Tensor, Tensor] = (
-        ops.merge_attention_with_lse(*zip(*parts, strict=True)) if parts[1:] else parts[0]
-    )
-    return attended
+    return ops.merge_attention_with_lse(*zip(*parts, strict=True)) if parts[1:] else parts[0]
 
 
 def _pieces(coded: Codes) -> list[Codes]:

@@ -67,8 +67,7 @@ def segment_attention_with_lse(
         lses.append(lse if live is None else lse.masked_fill(live.unsqueeze(1) == 0, float("-inf")))
     if len(outs) == 1:
         return outs[0], lses[0]
-    merged: tuple[Tensor, Tensor] = ops.merge_attention_with_lse(outs, lses)
-    return merged
+    return ops.merge_attention_with_lse(outs, lses)
 
 
 def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:

@@ -41,8 +41,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     *before, own = zip(k.split(lengths, 2), v.split(lengths, 2), strict=True)
     parts = [_cudnn(q, *part, scale, causal=False) for part in before]
     outs, lses = zip(*parts, _cudnn(q, *own, scale, causal=True), strict=True)
-    merged: Tensor = ops.merge_attention(outs, lses) if before else outs[0]
-    return merged
+    return ops.merge_attention(outs, lses) if before else outs[0]
 
 
 def prefill_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:

@@ -254,13 +254,13 @@ def by_sequence(run: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(run)
     def served(*arguments: Any) -> Any:
-        if _sequences(arguments) is None:
+        if not (numbers := _numbers(arguments)):
             return run(*arguments)
         from kernels import ops  # which names this module
 
         note_memory_read()
         op = getattr(ops, run.__name__)
-        return _joined([op(*own) for own in sequence_by_sequence(arguments)], _numbers(arguments))
+        return _joined([op(*own) for own in sequence_by_sequence(arguments)], numbers)
 
     return served
 
@@ -269,22 +269,11 @@ def sequence_by_sequence(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     """Split the arguments of a call for several unequal sequences into those of one call per
     sequence, without free slots. If no argument differs between sequences (`Ragged` or
     `PerSequence`), return the arguments of the call itself."""
-    batch = _sequences(arguments)
-    if batch is None:
+    if not (numbers := _numbers(arguments)):
         return [arguments]
-    live = batch - max(number.dead or 0 for number in _numbers(arguments))
+    batch = len(numbers[0])
+    live = batch - max(number.dead or 0 for number in numbers)
     return [tuple(_of(argument, i, batch) for argument in arguments) for i in range(live)]
-
-
-def _sequences(arguments: Any) -> int | None:
-    """Return the number of sequences (and free slots) if an argument is `Ragged` or `PerSequence`,
-    also inside lists; None if no argument is."""
-    for argument in arguments:
-        if isinstance(argument, Ragged | PerSequence):
-            return len(argument.sizes if isinstance(argument, Ragged) else argument)
-        if isinstance(argument, tuple | list) and (count := _sequences(argument)) is not None:
-            return count
-    return None
 
 
 def _of(argument: Any, i: int, batch: int) -> Any:

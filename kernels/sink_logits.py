@@ -56,8 +56,7 @@ def causal_attention(
     """Attend from the last T of S tokens to all before them and themselves. q [B H T D], k, v
     [B G S D], sink_logits [H] or None -> [B H T D]"""
     if sink_logits is None:
-        plain: Tensor = ops.prefill_attention(q, k, v, scale)
-        return plain
+        return ops.prefill_attention(q, k, v, scale)
     return windowed_attention(q, k, v, scale, k.shape[2], sink_logits)
 
 
@@ -79,8 +78,7 @@ def segment_attention(
     """Attend from one token per sequence to the tokens of all segments, plain or coded, under one
     softmax. q [B H 1 D], sink_logits [H] or None -> [B H 1 D]"""
     if sink_logits is None and all(isinstance(segment, Segment) for segment in segments):
-        plain: Tensor = ops.segment_attention(q, segments, scale)
-        return plain
+        return ops.segment_attention(q, segments, scale)
     return with_sink(*_attended(q, segments, scale), sink_logits)
 
 
@@ -111,10 +109,7 @@ def _attended(
         coded = not all(isinstance(segment, Segment) for segment in unrotated)
         attend = ops.coded_attention if coded else ops.segment_attention_with_lse
         parts.append(attend(q, unrotated, scale))
-    attended: tuple[Tensor, Tensor] = (
-        ops.merge_attention_with_lse(*zip(*parts, strict=True)) if parts[1:] else parts[0]
-    )
-    return attended
+    return ops.merge_attention_with_lse(*zip(*parts, strict=True)) if parts[1:] else parts[0]
 
 
 def _attended_rotated(q: Tensor, segment: Rotated, scale: float) -> tuple[Tensor, Tensor]:
@@ -127,8 +122,7 @@ def column_sums(q: Tensor, k: Tensor, scale: float, sink_logits: Tensor | None) 
     """Sum the attention weights that each key receives from the queries, which are the last T of S
     tokens. q [B H T D], k [B G S D], sink_logits [H] or None -> [B H S] (fp32)"""
     if sink_logits is None:
-        plain: Tensor = ops.column_sums(q, k, scale)
-        return plain
+        return ops.column_sums(q, k, scale)
     return causal_attention_with_column_sums(q, k, k, scale, sink_logits)[1]
 
 
@@ -139,8 +133,7 @@ def causal_attention_with_column_sums(
     attention weights that each key receives, [B H S]. Without sink logits [H] the logits are
     computed once for both."""
     if sink_logits is None:
-        plain: tuple[Tensor, Tensor] = ops.prefill_attention_with_column_sums(q, k, v, scale)
-        return plain
+        return ops.prefill_attention_with_column_sums(q, k, v, scale)
     first, window = k.shape[2] - q.shape[2], k.shape[2]
     out, lse = ops.windowed_attention(q, k, v, scale, first, window)
     sums = ops.windowed_sums(q, k, lse_with_sink(lse, sink_logits), scale, first, window)
