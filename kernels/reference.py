@@ -96,7 +96,17 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 @by_sequence
 def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
     """Attend from one token per sequence to the tokens of all segments together, under one softmax.
-    q [B H 1 D] -> [B H 1 D]
+    q [B H 1 D] -> [B H 1 D]"""
+    return segment_attention_with_lse(q, segments, scale)[0]
+
+
+@by_sequence
+def segment_attention_with_lse(
+    q: Tensor, segments: Sequence[Segment], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend from one token per sequence to the tokens of all segments under one softmax, and
+    return the log-sum-exp of the softmax too, for `merge_attention`. q [B H 1 D] -> [B H 1 D],
+    [B H] (fp32)
 
     The query heads that read the same rows are folded into the token axis, so no key or value is
     repeated for them."""
@@ -117,25 +127,7 @@ def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> T
     out = torch.bmm(weights[0], parts[0][1].flatten(0, 1).float())
     for weight, (_, v) in zip(weights[1:], parts[1:], strict=True):
         out = torch.baddbmm(out, weight, v.flatten(0, 1).float())
-    return out.view(batch, heads, 1, dim).to(q.dtype)
-
-
-@by_sequence
-def segment_attention_with_lse(
-    q: Tensor, segments: Sequence[Segment], scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attend from one token per sequence to the tokens of all segments under one softmax, and
-    return the log-sum-exp of the softmax too, for `merge_attention`. q [B H 1 D] -> [B H 1 D],
-    [B H] (fp32)"""
-    batch, heads, _, dim = q.shape
-    groups = max(s.lists[0] for s in segments)
-    folded = q.view(batch, groups, heads // groups, dim)
-    logits = [
-        s.without_missing(row_scores(folded, _parts(s, groups)[0]), float("-inf")) for s in segments
-    ]
-    scaled = [s.weighted(part * scale) for s, part in zip(segments, logits, strict=True)]
-    lse = torch.cat(scaled, -1).logsumexp(-1).view(batch, heads)
-    return segment_attention(q, segments, scale), lse
+    return out.view(batch, heads, 1, dim).to(q.dtype), joined.logsumexp(-1).view(batch, heads)
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:

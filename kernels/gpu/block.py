@@ -14,7 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.block import TOKENS_AT_ONCE, DecoderBlock, Head, Linear
-from kernels.gpu.common import padded, rounded, unfit_floats, unfit_numbers, unfit_shape
+from kernels.gpu.common import (
+    load_wide,
+    padded,
+    program_at,
+    rounded,
+    unfit_floats,
+    unfit_numbers,
+    unfit_shape,
+)
 from kernels.gpu.rope import NewRows, turned, unfit_angles
 from kernels.gpu.weights import joint, unfit_weights
 from kernels.ragged import Ragged, first_of
@@ -68,7 +76,7 @@ def attention_inputs_stored_refuses(
     held = (len(x) * groups, 1) if keys.shape[1] == 1 else (len(x), groups)
     return (
         unfit_shape(x, None, 1, None)
-        or (None if added is None else unfit_shape(added, *x.shape))
+        or unfit_shape(added, *x.shape)
         or unfit_shape(keys, *held, None, block.head_dim)
         or unfit_shape(values, *held, None, block.head_dim)
         or unfit_numbers(row, held[0])
@@ -179,26 +187,26 @@ def _norm_of(
 def _norm(x, added, weight, total, out, eps, xt: tl.int64, WIDTH: tl.constexpr):
     """Write RMSNorm of one row of x to `out`. If `added` is given, add it to the row first, and
     write the sum to `total`."""
-    row = tl.program_id(0).to(tl.int64)
+    row = program_at(0)
     channel = tl.arange(0, padded(WIDTH))
     there = channel < WIDTH
-    value = tl.load(x + row * xt + channel, mask=there, other=0.0).to(tl.float32)
+    value = load_wide(x + row * xt + channel, there)
     if added is not None:
-        value += tl.load(added + row * WIDTH + channel, mask=there, other=0.0).to(tl.float32)
+        value += load_wide(added + row * WIDTH + channel, there)
         value = rounded(value, total)
         tl.store(total + row * WIDTH + channel, value, mask=there)
     scaled = value * tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
-    gain = tl.load(weight + channel, mask=there, other=0.0).to(tl.float32)
+    gain = load_wide(weight + channel, there)
     tl.store(out + row * WIDTH + channel, gain * rounded(scaled, out), mask=there)
 
 
 @triton.jit
 def _gate(gate, up, out, gt: tl.int64, ut: tl.int64, WIDTH: tl.constexpr):
     """Compute silu(gate) * up for some channels of a row."""
-    row = tl.program_id(0).to(tl.int64)
+    row = program_at(0)
     channel = tl.program_id(1) * _GATED + tl.arange(0, _GATED)
     there = channel < WIDTH
-    opened = tl.load(gate + row * gt + channel, mask=there, other=0.0).to(tl.float32)
+    opened = load_wide(gate + row * gt + channel, there)
     opened = rounded(opened / (1.0 + tl.exp(-opened)), out)
-    value = tl.load(up + row * ut + channel, mask=there, other=0.0).to(tl.float32)
+    value = load_wide(up + row * ut + channel, there)
     tl.store(out + row * WIDTH + channel, opened * value, mask=there)

@@ -11,17 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu import common
 from kernels.gpu.choose import row_log_sum_exp, weights
 from kernels.gpu.common import (
     DTYPES,
     counts_of,
     head_rows,
+    load,
     located,
     number_of,
     padded,
-    unfit,
+    program_at,
     unfit_group,
+    unfit_host,
     unfit_shape,
     wide_rows,
 )
@@ -64,15 +65,10 @@ def channel_weights_refuses(
         return "needs the tokens of a channel side by side"
     if x.shape[3] == 0:
         return "leaves empty inputs to torch"
-    if first.device.type == "cpu" and not (
-        common.INTERPRETED or first.is_pinned() or not first.numel()
-    ):
-        return "reads host memory that is pinned"
-    near = (q, channels) if first.device.type == "cpu" else (q, first, channels)
     sides = unfit_shape(x, *q.shape[:2], None, None) or unfit_shape(
         channels, *q.shape[:2], q.shape[3]
     )
-    return sides or unfit(*near) or unfit_group(q.shape[2])
+    return sides or unfit_host(first, q, channels) or unfit_group(q.shape[2])
 
 
 channel_sums_refuses = channel_weights_refuses
@@ -118,13 +114,9 @@ def _products(
     for start in tl.range(0, WIDTH, STEP, num_stages=2):  # the next are on their way
         for place in tl.static_range(STEP):
             real = (WIDTH % STEP == 0) | (start + place < WIDTH)
-            at = (
-                keys + tl.load(channels + start + place, mask=real, other=0) * step + token[None, :]
-            )
-            value = tl.load(at, mask=real if WHOLE else live[None, :] & real, other=0.0)
-            query = tl.load(
-                q + row[:, None] * WIDTH + start + place, mask=mine[:, None] & real, other=0.0
-            )
+            at = keys + load(channels + start + place, real) * step + token[None, :]
+            value = load(at, real if WHOLE else live[None, :] & real)
+            query = load(q + row[:, None] * WIDTH + start + place, mine[:, None] & real)
             total += query.to(value.dtype).to(tl.float32) * value.to(tl.float32)
     return total
 
@@ -141,7 +133,7 @@ def _channels(
     For several sequences, `counts` says how many tokens each has; a block with none of them has a
     log-sum-exp of minus infinity."""
     FOLD: tl.constexpr = min(_HEADS, padded(HEADS, 1))
-    block, this = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    block, this = tl.program_id(0), program_at(1)
     keys, step = head_rows(x, this // GROUPS, this % GROUPS)
     count = number_of(counts, this // GROUPS, count)
     token, channels = block * _BLOCK + tl.arange(0, _BLOCK), channels + this * WIDTH

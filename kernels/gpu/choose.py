@@ -13,8 +13,11 @@ from kernels.gpu.common import (
     counts_of,
     finite,
     known,
+    load,
+    load_wide,
     number_of,
     padded,
+    program_at,
     unfit,
     unfit_shape,
     wide_rows,
@@ -135,8 +138,8 @@ def group_margins_refuses(
         return RAGGED
     if too_few(logits, candidates):
         return "leaves more candidates than a row has to torch"
-    sides = None if tops is None else unfit_shape(tops, *logits.shape[:3], None)
-    return sides or (None if read is None else unfit_shape(read, len(logits))) or _unfit(logits)
+    sides = unfit_shape(tops, *logits.shape[:3], None) or unfit_shape(read, len(logits))
+    return sides or _unfit(logits)
 
 
 def _unfit(logits: Tensor) -> str | None:
@@ -151,7 +154,7 @@ def _log_sum_exp(
 ):
     """Compute the log-sum-exp of one piece of a row of x times `scale`. For several sequences, with
     ROWS rows each, `counts` may say how many entries of a row exist."""
-    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, piece = program_at(0), tl.program_id(1)
     count = number_of(counts, row // ROWS, count)
     at = piece * PIECE + tl.arange(0, PIECE)
     value = (
@@ -199,7 +202,7 @@ def _weights(
     SUM, else the largest. Each result is written TIMES times in a row. `lses` holds the log-sum-exps
     of the `pieces` parts of each row of x. Rows of x lie `apart` entries apart, those of `out` `room`."""
     WIDE: tl.constexpr = padded(TIMES, 1)
-    this, head = tl.program_id(1).to(tl.int64), tl.arange(0, padded(HEADS, 1))
+    this, head = program_at(1), tl.arange(0, padded(HEADS, 1))
     row, mine = this * HEADS + head, head < HEADS
     at = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     value = tl.load(
@@ -223,7 +226,7 @@ def _margins(
     in x, at the query head of the group where it comes closest, and write to `near` how many lie
     within `reach`. The largest of a head's `pieces` entries in `tops` is the largest logit of its
     row. For several sequences, `of_each` may hold the number of candidates of each."""
-    this, piece = tl.program_id(1).to(tl.int64), tl.arange(0, PIECES)
+    this, piece = program_at(1), tl.arange(0, PIECES)
     at = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
     live = at < number_of(of_each, this // GROUPS, candidates)
     margin = tl.full([_BLOCK], float("-inf"), tl.float32)
@@ -235,9 +238,7 @@ def _margins(
             ),
             0,
         )
-        margin = tl.maximum(
-            margin, tl.load(x + row * count + at, mask=live, other=0.0).to(tl.float32) - top
-        )
+        margin = tl.maximum(margin, load_wide(x + row * count + at, live) - top)
     tl.store(out + this * candidates + at, margin, mask=live)
     close = tl.sum((live & (margin >= -reach)).to(tl.int32), 0)
     tl.store(near + this * tl.num_programs(0) + tl.program_id(0), close)
@@ -248,11 +249,11 @@ def _mean(near, limits, out, read, most, GROUPS: tl.constexpr, numbers):
     """Add up the counts of one sequence in `near`, of which it has so many `numbers`, divide them
     by the number of its heads, and write the result to `out`, from 1 to the sequence's entry in
     `limits`, or to `most`. If `read` is given, add the result to its entry there."""
-    this = tl.program_id(0).to(tl.int64)
+    this = program_at(0)
     total = tl.zeros([_BLOCK], tl.int32)
     for start in range(0, numbers, _BLOCK):
         place = start + tl.arange(0, _BLOCK)
-        total += tl.load(near + this * numbers + place, mask=place < numbers, other=0)
+        total += load(near + this * numbers + place, place < numbers)
     most = number_of(limits, this, most)
     count = tl.minimum(tl.maximum(tl.sum(total, 0) // GROUPS, 1), most).to(tl.int64)
     tl.store(out + this, count)

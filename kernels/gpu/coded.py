@@ -23,11 +23,14 @@ from kernels.gpu.common import (
     each,
     fused,
     head_rows,
+    load,
+    load_wide,
     located,
     number_of,
     padded,
     places,
     product,
+    program_at,
     unfit,
     unfit_floats,
     unfit_heads,
@@ -248,11 +251,9 @@ def _floats(row, scale, dim, there):
 
     Each float's bits are shifted to their places in an fp16 number, which is then 256 times too
     small and is multiplied by 256: so GPUs that have no 8-bit floats can decode them, too."""
-    codes = tl.load(row + dim, mask=there, other=0).to(tl.int16)
+    codes = load(row + dim, there).to(tl.int16)
     halves = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)
-    scales = tl.load(scale, mask=tl.max(there.to(tl.int32), 1, keep_dims=True) > 0, other=0.0).to(
-        tl.float32
-    )
+    scales = load_wide(scale, tl.max(there.to(tl.int32), 1, keep_dims=True) > 0)
     return halves.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0 * scales
 
 
@@ -302,8 +303,8 @@ def _keys(
     SUB: tl.constexpr = min(SHARED & -SHARED, BLOCK)  # tokens that certainly share one
     token = tl.minimum(start + tl.arange(0, BLOCK // SUB) * SUB, end - 1)
     at = ranges + (token // SHARED).to(tl.int64)[:, None] * step + PLANE * WIDTH + byte
-    least = tl.load(at, mask=byte < WIDTH, other=0.0)
-    steps = tl.load(at + DIM, mask=byte < WIDTH, other=0.0)
+    least = load(at, byte < WIDTH)
+    steps = load(at + DIM, byte < WIDTH)
     if SUB == BLOCK:
         key = _in_range(_halves(codes, PLANE, BITS), least, steps, dtype)
     else:
@@ -328,7 +329,7 @@ def _values(
         _row_bytes(DIM, BITS) == codes.shape[1] and SHARE & (SHARE - 1) == 0
     ):  # ranges in their own shape, in one load
         both = tl.reshape(
-            tl.load(ranges + tl.arange(0, 2 * RANGES)[None, :], mask=listed, other=0.0),
+            load(ranges + tl.arange(0, 2 * RANGES)[None, :], listed),
             [ROWS, 2, RANGES],
         )
         least, step = tl.split(tl.permute(both, (0, 2, 1)))
@@ -341,8 +342,8 @@ def _values(
         at, there = ranges + channel // SHARE, listed & there
         value = _in_range(
             value,
-            tl.load(at, mask=there, other=0.0),
-            tl.load(at + RANGES, mask=there, other=0.0),
+            load(at, there),
+            load(at + RANGES, there),
             dtype,
         )
     return value
@@ -367,7 +368,7 @@ def _plane(
 ):
     """Load the channels of one plane of GROUP queries at q, [heads bytes]; 0 where there is none."""
     there = (head < GROUP)[:, None] & (byte < WIDTH)
-    return tl.load(q + head[:, None] * DIM + PLANE * WIDTH + byte, mask=there, other=0.0)
+    return load(q + head[:, None] * DIM + PLANE * WIDTH + byte, there)
 
 
 @triton.jit(do_not_specialize=["count", "most", "first", "parts"])
@@ -382,7 +383,7 @@ def _attend_codes(
 
     counts: how many tokens each sequence has; None: `count`. They are cut into up to `most` pieces.
     A piece without any has a log-sum-exp of minus infinity."""
-    this, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    this, piece = program_at(0), tl.program_id(1)
     batch, group = this // HEADS, this % HEADS
     WIDTH: tl.constexpr = _row_bytes(DIM, BITS)
     WIDE: tl.constexpr = padded(WIDTH)
@@ -419,7 +420,7 @@ def _attend_codes(
             key = _floats(keys + at * key_step, of_token, byte, every & (byte < DIM))
             logits += product(queries[0], tl.trans(key.to(dtype)))
         else:
-            codes = tl.load(keys + at * key_step + byte, mask=byte < WIDTH, other=0)
+            codes = load(keys + at * key_step + byte, byte < WIDTH)
             for plane in tl.static_range(PLANES):
                 key = _keys(
                     codes, of_blocks, block_step, start, end, byte, plane, DIM, BITS, SHARED, dtype
@@ -432,7 +433,7 @@ def _attend_codes(
         if BITS == 0:
             value = _floats(values + at * value_step, of_token + 1, byte, every & (byte < DIM))
         else:
-            packed = tl.load(values + at * value_step + byte, mask=byte < WIDTH, other=0)
+            packed = load(values + at * value_step + byte, byte < WIDTH)
             value = _values(packed, of_token, every, DIM, RANGES, BITS, dtype)
         mixed = mixed * shrink[:, None] + product(weights.to(dtype), value.to(dtype))
         totals = totals * shrink[:, None] + weights
@@ -453,7 +454,7 @@ def _decode_rows(
     """Decode the keys and values of some tokens of one KV head into `k_out` and `v_out`. `counts`:
     how many of them each sequence has; None: `count`. Where `exact` is given, its values stand
     instead of those from number `unused` on."""
-    this = tl.program_id(1).to(tl.int64)
+    this = program_at(1)
     batch, group = this // HEADS, this % HEADS
     place = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     WIDTH: tl.constexpr = _row_bytes(DIM, BITS)
@@ -461,9 +462,9 @@ def _decode_rows(
     listed = place < number_of(counts, batch, count)
     row, block = place, place // SHARED
     if rows is not None:
-        row = tl.load(rows + this * count + place, mask=listed, other=0).to(tl.int64)
+        row = load(rows + this * count + place, listed).to(tl.int64)
     if blocks is not None:
-        block = tl.load(blocks + this * count + place, mask=listed, other=0).to(tl.int64)
+        block = load(blocks + this * count + place, listed).to(tl.int64)
     row, block = tl.where(listed, row, 0), tl.where(listed, block, 0)
     keys, key_step = head_rows(k, batch, group)
     values, value_step = head_rows(v, batch, group)
@@ -475,18 +476,16 @@ def _decode_rows(
         key = _floats(keys + row * key_step, of_token, byte, listed & there)
         value = _floats(values + row * value_step, of_token + 1, byte, listed & there)
     else:
-        codes = tl.load(keys + row * key_step + byte, mask=listed & (byte < WIDTH), other=0)
-        packed = tl.load(values + row * value_step + byte, mask=listed & (byte < WIDTH), other=0)
+        codes = load(keys + row * key_step + byte, listed & (byte < WIDTH))
+        packed = load(values + row * value_step + byte, listed & (byte < WIDTH))
         at = of_blocks + block * block_step + channel
-        least = tl.load(at, mask=listed & there, other=0.0)
-        step = tl.load(at + DIM, mask=listed & there, other=0.0)
+        least = load(at, listed & there)
+        step = load(at + DIM, listed & there)
         key = _in_range(_planes(codes, BITS), least, step, tl.float32)
         value = _values(packed, of_token, listed, DIM, RANGES, BITS, tl.float32)
     to = (this * count + place) * DIM + channel
     if exact is not None:
         known = listed & (place >= number_of(unused, batch, 0))
-        value = tl.where(
-            known, tl.load(exact + to, mask=known & there, other=0.0).to(tl.float32), value
-        )
+        value = tl.where(known, load_wide(exact + to, known & there), value)
     tl.store(k_out + to, key.to(k_out.dtype.element_ty), mask=listed & there)
     tl.store(v_out + to, value.to(v_out.dtype.element_ty), mask=listed & there)

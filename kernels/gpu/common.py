@@ -42,6 +42,13 @@ def unfit(*tensors: Tensor | Ragged) -> str | None:
     return None
 
 
+def unfit_host(x: Tensor, *others: Tensor) -> str | None:
+    """Return why no kernel can read x, perhaps host memory, beside `others` on the device, or None."""
+    if x.device.type != "cpu" or INTERPRETED:
+        return unfit(x, *others)
+    return unfit(*others) if x.is_pinned() or not x.numel() else "reads host memory that is pinned"
+
+
 def unfit_floats(*tensors: Tensor) -> str | None:
     """Return why no kernel can run on tensors that must share one floating dtype, or None."""
     dtypes = {x.dtype for x in tensors}
@@ -64,9 +71,11 @@ def unfit_heads(*tensors: Tensor) -> str | None:
     return unfit_floats(*tensors)
 
 
-def unfit_shape(x: Tensor | Ragged, *sizes: int | None) -> str | None:
+def unfit_shape(x: Tensor | Ragged | None, *sizes: int | None) -> str | None:
     """Return why no kernel can run on x if its shape is not `sizes`, or None: kernels broadcast
-    nothing. A size of None allows any."""
+    nothing. A size of None allows any; x may be missing."""
+    if x is None:
+        return None
     shape = tuple(x.shape)
     if len(shape) == len(sizes) and all(
         want in (None, have) for want, have in zip(sizes, shape, strict=True)
@@ -247,6 +256,25 @@ def finite(top):
     """Return `top`, which is to be subtracted from numbers that are no larger; 0 where they are all
     minus infinity."""
     return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def program_at(axis: tl.constexpr):
+    """Return the number of this program on one axis of the grid, as int64: what is multiplied with it
+    may be an offset beyond 2^31."""
+    return tl.program_id(axis).to(tl.int64)
+
+
+@triton.jit
+def load(at, there):
+    """Load what stands at the pointers `at`, with 0 where it is not `there`."""
+    return tl.load(at, mask=there, other=0)
+
+
+@triton.jit
+def load_wide(at, there):
+    """Load numbers in fp32, as `load` does."""
+    return load(at, there).to(tl.float32)
 
 
 @triton.jit

@@ -11,10 +11,13 @@ from kernels.gpu import common
 from kernels.gpu.common import (
     counts_of,
     head_rows,
+    load,
     located,
     number_of,
     padded,
+    program_at,
     unfit,
+    unfit_host,
     unfit_shape,
 )
 from kernels.ragged import Ragged, filled, first_of, with_sizes
@@ -72,38 +75,28 @@ def gather_tiers(
 def gather_tiers_refuses(
     far: Tensor | Ragged, rows: Tensor | Ragged, held: Tensor | None, slots: Tensor | None
 ) -> str | None:
-    first = first_of(far)
-    if first.device.type == "cpu" and not (
-        common.INTERPRETED or first.is_pinned() or not first.numel()
-    ):
-        return "reads host memory that is pinned"
     if held is not None and slots is not None:
         sides = unfit_shape(held, *rows.shape[:2], None, far.shape[3]) or unfit_shape(
             slots, *rows.shape
         )
         if sides or held.dtype != far.dtype:
             return sides or f"takes one dtype, got {far.dtype} and rows held as {held.dtype}"
-    near = [x for x in (held, slots) if x is not None] + (
-        [] if first.device.type == "cpu" else [first]
-    )
     if held is not None and held.stride(3) != 1:
         return "needs the channels of a row side by side"
-    return _unfit(far, filled(rows), *near)
+    near = [x for x in (held, slots) if x is not None]
+    return unfit_host(first_of(far), filled(rows), *near) or _unfit(far, filled(rows))
 
 
-def _unfit(whole: Tensor | Ragged, rows: Tensor, *near: Tensor) -> str | None:
-    """Return why no kernel can copy `rows` of `whole`, or None. `near`: other tensors of the call
-    that must be on the same device as `rows`."""
+def _unfit(whole: Tensor | Ragged, rows: Tensor) -> str | None:
+    """Return why no kernel can copy `rows` of `whole`, or None, wherever they lie."""
     x = first_of(whole)
-    if reason := unfit_shape(whole, *rows.shape[:2], None, None):
-        return reason
     if x.element_size() not in _WORDS:
         return f"takes entries of up to 8 bytes, got {x.dtype}"
     if rows.dtype not in (torch.int64, torch.int32):
         return f"takes rows as int64 or int32, got {rows.dtype}"
-    return unfit(rows, *near) or (
-        "needs the channels of a row side by side" if x.stride(3) != 1 else None
-    )
+    if x.stride(3) != 1:
+        return "needs the channels of a row side by side"
+    return unfit_shape(whole, *rows.shape[:2], None, None)
 
 
 def put_rows(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> None:
@@ -128,7 +121,8 @@ def put_rows_refuses(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> str | 
     if values.dtype != x.dtype:
         return f"takes one dtype, got {x.dtype} and values of {values.dtype}"
     width = values.shape[3] if isinstance(x, Ragged) else x.shape[3]
-    return unfit_shape(values, *rows.shape, width) or _unfit(x, rows, first_of(x), values)
+    sides = unfit_shape(values, *rows.shape, width)
+    return sides or unfit(first_of(x), rows, values) or _unfit(x, rows)
 
 
 def _words(x: Tensor | Ragged) -> common.Rows:
@@ -152,12 +146,12 @@ def _put(
     ROWS: tl.constexpr,
 ):
     """Write a tile of `values`, some rows and channels of one head, into rows of x."""
-    this = tl.program_id(1).to(tl.int64)
+    this = program_at(1)
     sequence, group = this // GROUPS, this % GROUPS
     place = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     channel = tl.program_id(2) * WIDE + tl.arange(0, WIDE)
     live = place < count
-    row = tl.load(rows + sequence * rb + group * rg + place * rk, mask=live, other=0).to(tl.int64)
+    row = load(rows + sequence * rb + group * rg + place * rk, live).to(tl.int64)
     inside, step = head_rows(x, sequence, group)
     outside, apart = head_rows(values, sequence, group)
     there = live[:, None] & (channel < DIM)
@@ -221,7 +215,7 @@ def _load_tile(
     live = place < number_of(counts, sequence, count)
     at = this * count + place
     channel = tile % columns * WIDE + tl.arange(0, WIDE)
-    row = tl.load(rows + at, mask=live, other=0).to(tl.int64)
+    row = load(rows + at, live).to(tl.int64)
     first, step = head_rows(far, sequence, group)
     begin = first + row * step
     if slots is not None:

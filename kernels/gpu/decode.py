@@ -22,11 +22,14 @@ from kernels.gpu.common import (
     each,
     finite,
     head_rows,
+    load,
+    load_wide,
     located,
     number_of,
     padded,
     places,
     product,
+    program_at,
     stages,
     unfit_floats,
     unfit_group,
@@ -151,7 +154,7 @@ def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: flo
         if reason := (
             unfit_shape(k, batch, None, None, dim)
             or unfit_shape(v, *k.shape)
-            or (None if rows is None else unfit_shape(rows, batch, None, None))
+            or unfit_shape(rows, batch, None, None)
             or unfit_numbers(live, batch)
             or segment.unfit_weights()
         ):
@@ -271,7 +274,7 @@ def _attend_to(
     WIDE: tl.constexpr = padded(DIM)
     head, dim = tl.arange(0, FOLD), tl.arange(0, WIDE)
     of_query, mine = this * segment.shape.group + head, head < segment.shape.group
-    query = tl.load(q + of_query[:, None] * DIM + dim, mask=mine[:, None] & (dim < DIM), other=0.0)
+    query = load(q + of_query[:, None] * DIM + dim, mine[:, None] & (dim < DIM))
     batch, group = this // segment.shape.lists, this % segment.shape.lists // segment.shape.share
     keys, key_step = head_rows(segment.k, batch, group)
     values, value_step = head_rows(segment.v, batch, group)
@@ -291,8 +294,8 @@ def _attend_to(
             there &= read[:, None]
         if segment.rows is not None:
             token = tl.load(segment.rows + this * listed + token)
-        key = tl.load(keys + token[:, None] * key_step + dim, mask=there, other=0.0)
-        value = tl.load(values + token[:, None] * value_step + dim, mask=there, other=0.0)
+        key = load(keys + token[:, None] * key_step + dim, there)
+        value = load(values + token[:, None] * value_step + dim, there)
         logits = product(query, tl.trans(key)) * scale
         if segment.log_weights is not None:
             logits += log_weight[None, :]
@@ -325,7 +328,7 @@ def _attend(
     A segment's `live` says how many rows of a list exist. Then a list is cut by that number, into
     as many pieces as it would be alone. The parts that are left over get a log-sum-exp of minus
     infinity; if PACKED, they come last, else at the end of each segment."""
-    program, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    program, piece = program_at(0), tl.program_id(1)
     place = first + piece
     counts, lengths, pieces = (c0, c1, c2), (l0, l1, l2), (p0, p1, p2)
     for index in tl.static_range(len(segments)):
@@ -361,7 +364,7 @@ def _merge(outs, lses, out, lse, parts, DIM: tl.constexpr, PARTS: tl.constexpr):
     their log-sum-exps; an empty part has one of minus infinity. Up to PARTS of them are loaded at
     once, so that there is one trip to memory."""
     head, dim = (
-        tl.program_id(0).to(tl.int64),
+        program_at(0),
         tl.program_id(1) * _CHANNELS + tl.arange(0, _CHANNELS),
     )
     top = tl.full([1], float("-inf"), tl.float32)
@@ -371,7 +374,7 @@ def _merge(outs, lses, out, lse, parts, DIM: tl.constexpr, PARTS: tl.constexpr):
         part = start + tl.arange(0, PARTS)
         at, there = head * parts + part, (part < parts)[:, None] & (dim < DIM)
         weight = tl.load(lses + at, mask=part < parts, other=float("-inf"))
-        rows = tl.load(outs + at[:, None] * DIM + dim, mask=there, other=0.0)
+        rows = load(outs + at[:, None] * DIM + dim, there)
         rows = tl.where(weight[:, None] == float("-inf"), 0.0, rows)  # nobody writes an empty part
         highest = tl.maximum(top, tl.max(weight, 0))
         shift = finite(highest)
@@ -388,18 +391,18 @@ def _merge(outs, lses, out, lse, parts, DIM: tl.constexpr, PARTS: tl.constexpr):
 def _merge_apart(parts, parts_lse, out, lse, tokens, HEADS: tl.constexpr, DIM: tl.constexpr):
     """Merge a few parts, each of which has tensors of its own for attention and its log-sum-exp, of
     some queries of one head into one softmax."""
-    this = tl.program_id(1).to(tl.int64)
+    this = program_at(1)
     batch, head, dim = this // HEADS, this % HEADS, tl.arange(0, padded(DIM))
-    query = tl.program_id(0).to(tl.int64) * _QUERIES + tl.arange(0, _QUERIES)
+    query = program_at(0) * _QUERIES + tl.arange(0, _QUERIES)
     there = (query < tokens)[:, None] & (dim < DIM)
     top = tl.full([_QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([_QUERIES], tl.float32)
     mixed = tl.zeros(there.shape, tl.float32)
     for index in tl.static_range(len(parts)):
         rows, step = head_rows(parts[index], batch, head)
-        row = tl.load(rows + query[:, None] * step + dim, mask=there, other=0.0).to(tl.float32)
+        row = load_wide(rows + query[:, None] * step + dim, there)
         weights, apart = head_rows(parts_lse[index], batch, head)
-        weight = tl.load(weights + query * apart, mask=query < tokens, other=0.0)
+        weight = load(weights + query * apart, query < tokens)
         highest = tl.maximum(top, weight)
         shift = finite(highest)
         weight, shrink = tl.exp(weight - shift), tl.exp(top - shift)

@@ -7,7 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.common import head_rows, located, unfit_heads, unfit_shape
+from kernels.gpu.common import (
+    head_rows,
+    located,
+    program_at,
+    unfit_heads,
+    unfit_shape,
+)
 
 _MOST = 1 << 14  # numbers of a block of tokens in one head
 
@@ -87,8 +93,8 @@ def _encode(
     """Encode the keys of one block of GROUP tokens of one KV head, each channel in a range of its
     own, and their values, each token in RANGES ranges of neighbouring channels."""
     WIDTH: tl.constexpr = DIM * BITS // 8
-    this = tl.program_id(1).to(tl.int64)
-    batch, group, block = this // HEADS, this % HEADS, tl.program_id(0).to(tl.int64)
+    this = program_at(1)
+    batch, group, block = this // HEADS, this % HEADS, program_at(0)
     token = tl.arange(0, GROUP)[:, None]
     dim = tl.arange(0, DIM)[None, :]
     byte = tl.arange(0, WIDTH)[None, :]

@@ -13,7 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.common import padded, product, split, unfit_floats
+from kernels.gpu.common import (
+    load,
+    padded,
+    product,
+    program_at,
+    split,
+    unfit_floats,
+)
 
 MOST_CHANNELS, MOST_CLUSTERS = 128, 1024
 _AT_ONCE = 64  # clusters that points are compared with, or summed for, at once
@@ -95,12 +102,8 @@ def _still(shifts, bounds, problems, BLOCKS: tl.constexpr):
     moving = tl.zeros([], tl.int32)
     for start in range(0, problems, 32):
         problem = start + tl.arange(0, 32)
-        shift = tl.load(
-            shifts + problem[:, None] * BLOCKS + block,
-            mask=(problem < problems)[:, None],
-            other=0.0,
-        )
-        bound = tl.load(bounds + problem, mask=problem < problems, other=0.0)
+        shift = load(shifts + problem[:, None] * BLOCKS + block, (problem < problems)[:, None])
+        bound = load(bounds + problem, problem < problems)
         moving += tl.sum((tl.sum(shift, 1) > bound).to(tl.int32), 0)
     return moving == 0
 
@@ -113,12 +116,10 @@ def _near(
     the nearer."""
     real = (cluster < CLUSTERS)[:, None] & (channel < DIM)
     at = parts + cluster[:, None] * DIM + channel
-    near = product(
-        value, tl.trans(tl.load(at + (PARTS - 1) * CLUSTERS * DIM, mask=real, other=0.0))
-    )
+    near = product(value, tl.trans(load(at + (PARTS - 1) * CLUSTERS * DIM, real)))
     if PARTS > 1:  # the smallest first
-        near += product(value, tl.trans(tl.load(at + CLUSTERS * DIM, mask=real, other=0.0)))
-        near += product(value, tl.trans(tl.load(at, mask=real, other=0.0)))
+        near += product(value, tl.trans(load(at + CLUSTERS * DIM, real)))
+        near += product(value, tl.trans(load(at, real)))
     return near - tl.load(halves + cluster, mask=cluster < CLUSTERS, other=float("inf"))
 
 
@@ -132,7 +133,7 @@ def _assign(
     """For each point of one piece of one problem, find the nearest centroid, of equally near ones the
     first, if FIND says so, else read its number from `codes`. Sum and count the points of a block of
     clusters, if ADD says so, else write the numbers to `codes`."""
-    piece, problem = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    piece, problem = tl.program_id(0), program_at(1)
     still = (
         False
         if shifts is None
@@ -152,7 +153,7 @@ def _assign(
     for start in range(piece * length, end, POINTS):
         point = start + tl.arange(0, POINTS)
         there = (point < end)[:, None] & (channel < DIM)
-        value = tl.load(x + point[:, None] * xt + channel, mask=there, other=0.0)
+        value = load(x + point[:, None] * xt + channel, there)
         if FIND:
             near = _near(value, parts, halves, each, channel, CLUSTERS, DIM, PARTS)
             best, code = tl.max(near, 1, return_indices=True, return_indices_tie_break_left=True)
@@ -188,7 +189,7 @@ def _move(
 ):  # fmt: skip
     """Move 16 centroids of one problem to the means of their points; one without points stays. Write
     how far they moved, as the sum of squares."""
-    problem, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    problem, block = program_at(0), tl.program_id(1)
     shifts += step * problems * BLOCKS
     to = problem * BLOCKS + block
     if _still(shifts, bounds, problems, BLOCKS):
@@ -206,11 +207,11 @@ def _move(
     for start in range(0, pieces, _PIECES):
         at = ((start + each).to(tl.int64) * problems + problem)[:, None] * CLUSTERS + cluster
         some = (start + each < pieces)[:, None] & there
-        number += tl.sum(tl.load(counts + at, mask=some, other=0.0), 0)
+        number += tl.sum(load(counts + at, some), 0)
         some = some[:, :, None] & (channel < DIM)
-        total += tl.sum(tl.load(sums + at[:, :, None] * DIM + channel, mask=some, other=0.0), 0)
+        total += tl.sum(load(sums + at[:, :, None] * DIM + channel, some), 0)
     place = (problem * CLUSTERS + cluster)[:, None] * DIM + channel
-    old = tl.load(centroids + place, mask=real, other=0.0)
+    old = load(centroids + place, real)
     moved = tl.where((number > 0)[:, None], total / tl.maximum(number, 1.0)[:, None], old)
     tl.store(centroids + place, moved, mask=real)
     tl.store(halves + problem * CLUSTERS + cluster, 0.5 * tl.sum(moved * moved, 1), mask=there)

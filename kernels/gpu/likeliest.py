@@ -11,7 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.common import padded, unfit, unfit_floats, unfit_shape
+from kernels.gpu.common import (
+    load,
+    padded,
+    program_at,
+    unfit,
+    unfit_floats,
+    unfit_shape,
+)
 
 _PIECE = tl.constexpr(1024)  # logits that one program reads
 _MOST = 1 << 22  # logits of a row
@@ -35,16 +42,16 @@ def likeliest_tokens_refuses(logits: Tensor, out: Tensor | None = None) -> str |
         return "needs the logits of a sequence, and the tokens of all, side by side"
     if logits.shape[1] > _MOST:
         return f"takes up to {_MOST} logits of a sequence, got {logits.shape[1]}"
-    return unfit_floats(logits) or (
-        None if out is None else unfit_shape(out, 2, len(logits)) or unfit(out)
-    )
+    if out is not None and (reason := unfit(out)):
+        return reason
+    return unfit_floats(logits) or unfit_shape(out, 2, len(logits))
 
 
 @triton.jit
 def _best_of_piece(logits, best, sums, xt: tl.int64, width):
     """Write for one piece of a row the whole number that stands for its largest logit and the place
     of this, and the sum of its logits. NaN is larger than all numbers, as in torch."""
-    piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    piece, row = tl.program_id(0), program_at(1)
     place = piece * _PIECE + tl.arange(0, _PIECE)
     there = place < width
     value = tl.load(logits + row * xt + place, mask=there, other=float("-inf")).to(tl.float32)
@@ -62,9 +69,9 @@ def _best_of_piece(logits, best, sums, xt: tl.int64, width):
 def _best_of_all(best, sums, out, step: tl.int64, PIECES: tl.constexpr):
     """Write the token of one row to `out`, and `step` entries behind it whether the sum of its
     logits is finite. The whole numbers of its pieces are in `best`."""
-    row, piece = tl.program_id(0).to(tl.int64), tl.arange(0, padded(PIECES, 1))
+    row, piece = program_at(0), tl.arange(0, padded(PIECES, 1))
     there = piece < PIECES
     number = tl.load(best + row * PIECES + piece, mask=there, other=-(2**63))
-    total = tl.sum(tl.load(sums + row * PIECES + piece, mask=there, other=0.0), 0)
+    total = tl.sum(load(sums + row * PIECES + piece, there), 0)
     tl.store(out + row, 0x7FFFFFFF - (tl.max(number, 0) & 0x7FFFFFFF))
     tl.store(out + step + row, (tl.abs(total) < float("inf")).to(tl.int64))

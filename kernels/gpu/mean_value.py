@@ -11,7 +11,18 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.choose import joined
-from kernels.gpu.common import each, finite, number_of, padded, unfit, unfit_numbers, unfit_shape
+from kernels.gpu.common import (
+    each,
+    finite,
+    load,
+    load_wide,
+    number_of,
+    padded,
+    program_at,
+    unfit,
+    unfit_numbers,
+    unfit_shape,
+)
 from kernels.gpu.decode import read_parts, segment_attention_refuses
 from kernels.reference import Segment
 
@@ -47,16 +58,16 @@ def attention_with_mean_refuses(
     (batch, groups, both, dim), group = q.shape, q.shape[2] // 2
     if both % 2 or not q.is_contiguous() or not value_sum.is_contiguous() or v.stride(3) != 1:
         return "takes as many approximate queries as others, and the channels of a row side by side"
-    sides = unfit_shape(lses, batch, groups, group, None) or unfit_numbers(count, batch)
-    sides = (
-        sides
+    given = [x for x in (lses, value_sum, v, count, sink_logits) if x is not None]
+    return (
+        unfit_shape(lses, batch, groups, group, None)
+        or unfit_numbers(count, batch)
         or unfit_shape(value_sum, batch, groups, 1, dim)
         or unfit_shape(v, batch, groups, 1, dim)
+        or unfit_shape(sink_logits, groups * group)
+        or unfit(*given)
+        or segment_attention_refuses(q.view(batch, -1, 1, dim), segments, scale)
     )
-    if sink_logits is not None:
-        sides = sides or unfit_shape(sink_logits, groups * group) or unfit(sink_logits)
-    attention = segment_attention_refuses(q.view(batch, -1, 1, dim), segments, scale)
-    return sides or unfit(lses, value_sum, v, count) or attention
 
 
 @triton.jit
@@ -77,7 +88,7 @@ def _mix(
     approximate ones of each group; the parts from `first` up to `end` were chosen of more tokens,
     and `middle` has the log-sum-exps of `blocks` blocks of all these. `counts` says how many values
     there are."""
-    this = tl.program_id(0).to(tl.int64)
+    this = program_at(0)
     channel = tl.program_id(1) * _CHANNELS + tl.arange(0, _CHANNELS)
     sequence = this // GROUPS
     group = this % GROUPS
@@ -91,7 +102,7 @@ def _mix(
     always = joined(lses, approximate, mine, parts, first, end, PARTS)
     every = _sum_of_two(always, joined(middle, of_head, mine, blocks, 0, 0, BLOCKS))
     if sinks is not None:  # each is a token without a value that is always read
-        sink = tl.load(sinks + group * HEADS + head, mask=mine, other=0.0).to(tl.float32)
+        sink = load_wide(sinks + group * HEADS + head, mine)
         own, read, every = _sum_of_two(own, sink), _sum_of_two(read, sink), _sum_of_two(every, sink)
     share = tl.exp(tl.minimum(read - every, 0.0))
     if tl.program_id(1) == 0:
@@ -102,13 +113,11 @@ def _mix(
         lse = tl.load(lses + at, mask=there, other=float("-inf"))
         weight = tl.exp(lse - own[:, None])
         inside = there[:, :, None] & real[None, None, :]
-        rows = tl.load(outs + at[:, :, None] * DIM + channel[None, None, :], mask=inside, other=0.0)
+        rows = load(outs + at[:, :, None] * DIM + channel[None, None, :], inside)
         rows = tl.where(lse[:, :, None] == float("-inf"), 0.0, rows)  # nobody writes an empty part
         mixed += tl.sum(rows * weight[:, :, None], 1)
-    value = tl.load(added + sequence * vb + group * vg + channel, mask=real, other=0.0).to(
-        tl.float32
-    )
-    total = tl.load(sums + this * DIM + channel, mask=real, other=0.0).to(tl.float32) + value
+    value = load_wide(added + sequence * vb + group * vg + channel, real)
+    total = load_wide(sums + this * DIM + channel, real) + value
     tl.store(sums + this * DIM + channel, total, mask=real)
     mean = (total / number_of(counts, sequence, 0).to(tl.float32))[None, :]
     whole = mean + (mixed - mean) * share[:, None]

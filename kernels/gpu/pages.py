@@ -7,7 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.common import counts_of, known, number_of, unfit
+from kernels.gpu.common import (
+    counts_of,
+    known,
+    load,
+    number_of,
+    program_at,
+    unfit,
+)
 from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged, filled
 
@@ -45,12 +52,12 @@ def _token_rows(
     """Write the numbers of a block of tokens of one head's chunks to `out`. LAST: the chunks are
     followed by one more, of the given `number` or of the number in `of_each`, which has one per
     sequence."""
-    this = tl.program_id(1).to(tl.int64)
+    this = program_at(1)
     sequence = this // HEADS
     token = tl.program_id(0) * _TOKENS + tl.arange(0, _TOKENS)
     place, count = token // SIZE, number_of(counts, sequence, room)
     at = chunks + sequence * cb + this % HEADS * ch + place.to(tl.int64) * ck
-    chunk = tl.load(at, mask=place < count, other=0)
+    chunk = load(at, place < count)
     if LAST:
         chunk = tl.where(place == count, number_of(of_each, sequence, number), chunk)
     tokens = (room + LAST) * SIZE

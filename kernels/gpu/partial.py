@@ -7,7 +7,16 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu import common
-from kernels.gpu.common import each, head_rows, located, number_of, padded, rounded
+from kernels.gpu.common import (
+    each,
+    head_rows,
+    load_wide,
+    located,
+    number_of,
+    padded,
+    program_at,
+    rounded,
+)
 from kernels.gpu.rope import rotate_refuses
 from kernels.partial import Guess, NewPartial
 from kernels.ragged import first_of
@@ -65,7 +74,7 @@ def _columns_of(x, basis, which, DIM: tl.constexpr, WIDTH: tl.constexpr):
     channel, column = tl.arange(0, padded(DIM, 1)), tl.arange(0, padded(WIDTH, 1))
     at = basis + (which * DIM + channel[:, None]) * WIDTH + column
     there = (channel < DIM)[:, None] & (column < WIDTH)
-    matrix = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    matrix = load_wide(at, there)
     return tl.sum(x[:, None] * matrix, 0), tl.max(tl.abs(matrix), 0) > 0
 
 
@@ -81,17 +90,17 @@ def _products(
     sequences' bases, columns of zeros are not written: a sequence's rows may have fewer.
     BY_CHANNEL: the rows of a channel lie side by side, and channels are as far apart as
     rows else are."""
-    head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head, batch = tl.program_id(0), program_at(1)
     channel = tl.arange(0, padded(DIM, 1))
     if head < HEADS:
         if HEADS > 0:
             turns, lower = channel < 2 * HALF, channel < HALF
             other = tl.where(lower, channel + HALF, channel - HALF)
             this = q + batch * qb + head * qh
-            x = tl.load(this + channel, mask=channel < DIM, other=0.0).to(tl.float32)
-            y = tl.load(this + other, mask=turns, other=0.0).to(tl.float32)
-            c = tl.load(cos + batch * cb + channel, mask=turns, other=0.0).to(tl.float32)
-            s = tl.load(sin + batch * sb + channel, mask=turns, other=0.0).to(tl.float32)
+            x = load_wide(this + channel, channel < DIM)
+            y = load_wide(this + other, turns)
+            c = load_wide(cos + batch * cb + channel, turns)
+            s = load_wide(sin + batch * sb + channel, turns)
             tilted = rounded(y * s, q)
             turned = rounded(rounded(x * c, q) + tl.where(lower, -tilted, tilted), q)
             x, which = tl.where(turns, turned, x), batch * BASES + head // (HEADS // BASES)
@@ -102,9 +111,7 @@ def _products(
             )
     elif GROUPS > 0:
         group = head - HEADS
-        x = tl.load(k + batch * kb + group * kg + channel, mask=channel < DIM, other=0.0).to(
-            tl.float32
-        )
+        x = load_wide(k + batch * kb + group * kg + channel, channel < DIM)
         narrow, there = _columns_of(x, own, batch * GROUPS + group, DIM, OWN_WIDTH)
         first, apart = head_rows(rows, batch, group)
         row, column = number_of(at, batch, 0), tl.arange(0, padded(OWN_WIDTH, 1))

@@ -7,7 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.common import known, number_of, padded, unfit_floats, unfit_group, unfit_heads
+from kernels.gpu.common import (
+    known,
+    load_wide,
+    number_of,
+    padded,
+    program_at,
+    unfit_floats,
+    unfit_group,
+    unfit_heads,
+)
 from kernels.per_sequence import PerSequence
 from kernels.picked import LEAST
 
@@ -48,11 +57,11 @@ def _pick(
     """Pick the channels of one group of query heads: those that fewer than the wanted number of
     others exceed. For several sequences, `counts` may say how many channels each wants, up to
     `most`."""
-    this = tl.program_id(0).to(tl.int64)
+    this = program_at(0)
     head, channel = tl.arange(0, padded(HEADS, 1))[:, None], tl.arange(0, padded(DIM))
     there = (head < HEADS) & (channel < DIM)
     at = (this * HEADS + head) * DIM + channel
-    query = tl.load(q + at, mask=there, other=0.0).to(tl.float32)
+    query = load_wide(q + at, there)
     mass = tl.sum(tl.abs(query), 0)
     # NaN is largest, as in torch: every channel has its own rank
     mass = tl.where(mass == mass, mass, float("inf"))

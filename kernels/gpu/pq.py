@@ -18,10 +18,13 @@ from kernels.gpu.common import (
     finite,
     head_rows,
     known,
+    load,
+    load_wide,
     located,
     number_of,
     padded,
     product,
+    program_at,
     unfit,
     unfit_floats,
     unfit_group,
@@ -195,7 +198,7 @@ def _table(
     columns, and some of padding, to `table`. For several sequences, `sizes` says how many centroids
     a sub-vector has."""
     KEPT: tl.constexpr = padded(HEADS, 1)
-    this = tl.program_id(0).to(tl.int64)
+    this = program_at(0)
     sequence, cluster = this // PARTS // GROUPS, tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     head = tl.arange(0, padded(HEADS))
     first, step = head_rows(centroids, sequence, this // PARTS % GROUPS)
@@ -207,8 +210,8 @@ def _table(
         channel = start + tl.arange(0, STEP)
         there = existing[:, None] & (channel < WIDTH)
         mine = (head < HEADS)[:, None] & (channel < WIDTH)
-        centroid = tl.load(rows + channel, mask=there, other=0.0)
-        query = tl.load(q + of_query[:, None] * WIDTH + channel, mask=mine, other=0.0)
+        centroid = load(rows + channel, there)
+        query = load(q + of_query[:, None] * WIDTH + channel, mine)
         products += product(centroid, tl.trans(query))
     at = (this * CLUSTERS + cluster)[:, None]
     tl.store(table + at * KEPT + head, products, mask=(cluster < CLUSTERS)[:, None] & (head < KEPT))
@@ -226,14 +229,14 @@ def _look_up(
     For several sequences, `counts` says how many tokens each has; a block with none of them has a
     log-sum-exp of minus infinity."""
     FOLD: tl.constexpr = padded(HEADS, 1)
-    block, this = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    block, this = tl.program_id(0), program_at(1)
     token, head = block * _BLOCK + tl.arange(0, _BLOCK), tl.arange(0, FOLD)
     mine, live = head < HEADS, token < number_of(counts, this // GROUPS, count)
     first, step = head_rows(codes, this // GROUPS, this % GROUPS)
     at = first + token * step
     scores = tl.zeros([FOLD, _BLOCK], tl.float32)
     for part in range(PARTS):
-        code = tl.load(at + part * cp, mask=live, other=0).to(tl.int32)
+        code = load(at + part * cp, live).to(tl.int32)
         scores += tl.load(
             table + (this * PARTS + part) * CLUSTERS * FOLD + (code * FOLD + head[:, None])
         )
@@ -252,7 +255,7 @@ def _look_up(
 def _centroids(rows, clusters, WIDTH, cluster, channel):
     """Load the centroids of one part of the keys of a KV head as a tile [C d'] in fp32."""
     there = (cluster < clusters)[:, None] & (channel < WIDTH)
-    return tl.load(rows + cluster[:, None] * WIDTH + channel, mask=there, other=0.0).to(tl.float32)
+    return load_wide(rows + cluster[:, None] * WIDTH + channel, there)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -266,7 +269,7 @@ def _cells(
 
     Cell (i, j) has `held` [B G C*C] tokens at i * C + j, and its kind at [i, j]."""
     CELLS: tl.constexpr = padded(CLUSTERS)
-    this = tl.program_id(0).to(tl.int64)
+    this = program_at(0)
     sequence, group = this // GROUPS, this % GROUPS
     clusters, count = number_of(sizes, sequence, CLUSTERS), number_of(counts, sequence, count)
     cluster, channel = tl.arange(0, CELLS), tl.arange(0, padded(WIDTH))
@@ -275,12 +278,12 @@ def _cells(
     other = _centroids(rows + step, clusters, WIDTH, cluster, channel)
     tokens, _ = head_rows(held, sequence, group)
     there = (cluster < clusters)[:, None] & (cluster < clusters)
-    tokens = tl.load(tokens + cluster[:, None] * clusters + cluster, mask=there, other=0)
+    tokens = load(tokens + cluster[:, None] * clusters + cluster, there)
     weights = tl.zeros([CELLS, CELLS], tl.float32)
     for head in range(HEADS):
         query = q + (this * HEADS + head) * (2 * WIDTH) + channel
-        left = tl.load(query, mask=channel < WIDTH, other=0.0).to(tl.float32)
-        right = tl.load(query + WIDTH, mask=channel < WIDTH, other=0.0).to(tl.float32)
+        left = load_wide(query, channel < WIDTH)
+        right = load_wide(query + WIDTH, channel < WIDTH)
         scores = (tl.sum(one * left, 1)[:, None] + tl.sum(other * right, 1)) * scale
         scores = tl.where(tokens > 0, scores, float("-inf"))
         weight = tl.exp(scores - finite(tl.max(scores)))
@@ -297,9 +300,9 @@ def _kinds(codes, kinds, this, at, live, GROUPS: tl.constexpr, CELLS: tl.constex
     """Return the kinds of the cells to which the tokens `at` of a KV head belong; 0 where `live` is
     false."""
     first, _ = head_rows(codes, this // GROUPS, this % GROUPS)
-    pair = tl.load(first.to(tl.pointer_type(tl.int16)) + at, mask=live, other=0).to(tl.int32)
+    pair = load(first.to(tl.pointer_type(tl.int16)) + at, live).to(tl.int32)
     cell = (pair & 255) * CELLS + ((pair >> 8) & 255)
-    return tl.load(kinds + this * (CELLS * CELLS) + cell, mask=live, other=0)
+    return load(kinds + this * (CELLS * CELLS) + cell, live)
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -307,7 +310,7 @@ def _count_kinds(
     codes, lengths, kinds, numbers, length, tiles, GROUPS: tl.constexpr, CELLS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """Count the tokens of one piece of a KV head whose cells are of kind 2, and of kind 1."""
-    this, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    this, piece = program_at(0), tl.program_id(1)
     length = number_of(lengths, this // GROUPS, length)
     both = tl.zeros([TILE], tl.int32)  # kind 1 from bit 16 on
     for tile in range(piece * tiles, (piece + 1) * tiles):
@@ -326,12 +329,12 @@ def _place_kinds(
 ):  # fmt: skip
     """Write the chosen tokens of one piece of a KV head at the places that the earlier pieces
     leave."""
-    this, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    this, piece, pieces = program_at(0), tl.program_id(1), tl.num_programs(1)
     length = number_of(lengths, this // GROUPS, length)
     each = tl.arange(0, PIECES)
     before = numbers + (this * pieces + each) * 2
-    larger = tl.sum(tl.load(before, mask=each < piece, other=0), 0)
-    equal, need = tl.sum(tl.load(before + 1, mask=each < piece, other=0), 0), tl.load(needs + this)
+    larger = tl.sum(load(before, each < piece), 0)
+    equal, need = tl.sum(load(before + 1, each < piece), 0), tl.load(needs + this)
     for tile in range(piece * tiles, (piece + 1) * tiles):
         at = tile * TILE + tl.arange(0, TILE)
         kind = _kinds(codes, kinds, this, at, at < length, GROUPS, CELLS)

@@ -17,9 +17,11 @@ from kernels.gpu.choose import whole_log_sum_exp
 from kernels.gpu.common import (
     finite,
     head_rows,
+    load,
     located,
     padded,
     product,
+    program_at,
     split,
     stages,
     unfit_floats,
@@ -238,7 +240,7 @@ def _rows(
     KEYS: tl.constexpr = 64 if NARROW else 32
     PARTS: tl.constexpr = 1 if NARROW else max(1, WIDE // 32)
     block = tl.num_programs(0) - 1 - tl.program_id(0)
-    this = tl.program_id(1).to(tl.int64)
+    this = program_at(1)
     piece = tl.program_id(2)
     head, row, live = _queries_of(this, block * ROWS, new, SHARE, ROWS, FOLD)
     group, dim = this if FOLD else this // SHARE, tl.arange(0, WIDE)
@@ -250,7 +252,7 @@ def _rows(
     queries += (head % HEADS * q.group + row * query_step)[:, None]
     # a load within the loop would be loaded ahead, into shared memory that others need
     if PARTS == 1:
-        query = tl.load(queries + dim, mask=live[:, None] & (dim < DIM), other=0.0)
+        query = load(queries + dim, live[:, None] & (dim < DIM))
     position = first + row
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -264,11 +266,9 @@ def _rows(
         for part in tl.static_range(PARTS):
             some = part * (WIDE // PARTS) + tl.arange(0, WIDE // PARTS)
             if PARTS > 1:
-                query = tl.load(queries + some, mask=live[:, None] & (some < DIM), other=0.0)
-            key = tl.load(
-                keys + token[:, None] * key_step + some,
-                mask=(token < end)[:, None] & (some < DIM),
-                other=0.0,
+                query = load(queries + some, live[:, None] & (some < DIM))
+            key = load(
+                keys + token[:, None] * key_step + some, (token < end)[:, None] & (some < DIM)
             )
             scores += product(query, tl.trans(key))
         seen = (token <= position[:, None]) & (token < end)
@@ -282,7 +282,7 @@ def _rows(
         total = total * shrink + tl.sum(weights, 1)
         if v is not None:
             real = (token < end)[:, None] & (dim < DIM)
-            value = tl.load(values + token[:, None] * value_step + dim, mask=real, other=0.0)
+            value = load(values + token[:, None] * value_step + dim, real)
             mixed = mixed * shrink[:, None] + product(weights.to(value.dtype), value)
         top = highest
     to = (head * new + row) * pieces + piece
@@ -303,14 +303,14 @@ def _columns(
 ):  # fmt: skip
     """Sum the softmax weights that a block of one head's keys receives from all queries that see
     any of them; with FOLD, from the queries of each query head of a KV head."""
-    this = tl.program_id(1).to(tl.int64)
+    this = program_at(1)
     shared: tl.constexpr = ROWS // FOLD if FOLD else 1  # heads of a block of queries
     token, dim = tl.program_id(0) * KEYS + tl.arange(0, KEYS), tl.arange(0, padded(DIM))
     there = (token < stored)[:, None] & (dim < DIM)
     group = this if FOLD else this // SHARE
     batch = group // (HEADS // SHARE)
     keys, key_step = head_rows(k, batch, group % (HEADS // SHARE))
-    key = tl.load(keys + token[:, None] * key_step + dim, mask=there, other=0.0)
+    key = load(keys + token[:, None] * key_step + dim, there)
     queries, query_step = head_rows(q, batch, 0)
     received = tl.zeros([KEYS, shared], tl.float32)
     begin = 0 if FOLD else tl.maximum(tl.program_id(0) * KEYS - first, 0)
@@ -319,8 +319,8 @@ def _columns(
         head, row, live = _queries_of(this, start, new, SHARE, ROWS, FOLD)
         real = live[:, None] & (dim < DIM)
         at = queries + (head % HEADS * q.group + row * query_step)[:, None]
-        query = tl.load(at + dim, mask=real, other=0.0)
-        whole = tl.load(lse + head * new + row, mask=live, other=0.0)
+        query = load(at + dim, real)
+        whole = load(lse + head * new + row, live)
         logits = product(key, tl.trans(query)) * scale - whole
         seen = token[:, None] <= tl.where(live, first + row, -1)
         if not FOLD:

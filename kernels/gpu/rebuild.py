@@ -9,11 +9,13 @@ from torch import Tensor
 from kernels.gpu.common import (
     counts_of,
     head_rows,
+    load,
     located,
     located_angles,
     number_of,
     padded,
     product,
+    program_at,
     row_places,
     unfit,
     unfit_floats,
@@ -83,7 +85,7 @@ def _columns(basis, rank, first, WIDTH: tl.constexpr, RANK: tl.constexpr, DIM: t
     """Load WIDTH channels of the rows `rank` of the basis, from channel `first` on."""
     channel = tl.arange(0, padded(WIDTH))
     there = (rank < RANK)[:, None] & (channel < WIDTH)
-    return tl.load(basis + rank[:, None] * DIM + first + channel, mask=there, other=0.0)
+    return load(basis + rank[:, None] * DIM + first + channel, there)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -96,7 +98,7 @@ def _rebuild(
 
     For several sequences, `counts` says how many chunks each wants."""
     REST: tl.constexpr = DIM - 2 * HALF
-    this = tl.program_id(1).to(tl.int64)
+    this = program_at(1)
     sequence = this // GROUPS
     place, channel = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK), tl.arange(0, padded(HALF))
     end = number_of(counts, sequence, count // SIZE) * SIZE
@@ -104,9 +106,7 @@ def _rebuild(
     if nothing:  # a free slot of a batch has no whole basis that could be read
         return
     live = place < end
-    chunk = tl.load(chunks + this * (count // SIZE) + place // SIZE, mask=live, other=0).to(
-        tl.int64
-    )
+    chunk = load(chunks + this * (count // SIZE) + place // SIZE, live).to(tl.int64)
     position = chunk * SIZE + place % SIZE
     of_head, _ = head_rows(basis, sequence, this % GROUPS)
     rows, us = row_places(u, sequence)
@@ -114,16 +114,14 @@ def _rebuild(
     tilts, ss = row_places(sin, sequence)
     there = live[:, None] & (channel < HALF)
     # early: they arrive during products
-    c = tl.load(turns + position[:, None] * cs + channel, mask=there, other=0.0)
-    s = tl.load(tilts + position[:, None] * ss + channel, mask=there, other=0.0)
+    c = load(turns + position[:, None] * cs + channel, there)
+    s = load(tilts + position[:, None] * ss + channel, there)
     lower = tl.zeros(there.shape, tl.float32)
     upper = tl.zeros(there.shape, tl.float32)
     still = tl.zeros([_BLOCK, padded(REST)], tl.float32)
     for start in range(0, RANK, _RANKS):
         rank = start + tl.arange(0, _RANKS)
-        left = tl.load(
-            rows + position[:, None] * us + rank, mask=live[:, None] & (rank < RANK), other=0.0
-        )
+        left = load(rows + position[:, None] * us + rank, live[:, None] & (rank < RANK))
         lower += product(left, _columns(of_head, rank, 0, HALF, RANK, DIM))
         upper += product(left, _columns(of_head, rank, HALF, HALF, RANK, DIM))
         if REST:

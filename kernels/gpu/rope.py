@@ -15,10 +15,12 @@ from kernels.gpu import common
 from kernels.gpu.common import (
     each,
     head_rows,
+    load_wide,
     located,
     located_angles,
     number_of,
     padded,
+    program_at,
     rounded,
     row_places,
 )
@@ -140,7 +142,7 @@ def unfit_angles(batch: int, tokens: int, dim: int, cos: Tensor, sin: Tensor) ->
 def _times(x, share, norm, at, there):
     """Finish RMSNorm for some channels `at` of heads: return x times `share` (one over the root
     mean square of each row) times the weights `norm`, rounded as torch rounds."""
-    gain = tl.load(norm + at, mask=there, other=0.0).to(tl.float32)
+    gain = load_wide(norm + at, there)
     return rounded(gain * rounded(x * share[:, None], norm), norm)
 
 
@@ -160,20 +162,20 @@ def _turn_head(
     apart: tl.constexpr = 1 if NEIGHBOURS else HALF
     first = channel * step
     second = first + apart
-    lower = tl.load(x + token * xt + first, mask=there, other=0.0).to(tl.float32)
-    upper = tl.load(x + token * xt + second, mask=there, other=0.0).to(tl.float32)
-    rest = tl.load(x + token * xt + still, mask=beside, other=0.0).to(tl.float32)
+    lower = load_wide(x + token * xt + first, there)
+    upper = load_wide(x + token * xt + second, there)
+    rest = load_wide(x + token * xt + still, beside)
     if norm is not None:
         squares = tl.sum(lower * lower, 1) + tl.sum(upper * upper, 1) + tl.sum(rest * rest, 1)
         share = tl.rsqrt(squares / DIM + eps)
         lower = _times(lower, share, norm, first, channel < HALF)
         upper = _times(upper, share, norm, second, channel < HALF)
         rest = _times(rest, share, norm, still, still < DIM)
-    c = tl.load(cos + token * ct + channel, mask=there, other=0.0).to(tl.float32)
-    s = tl.load(sin + token * st + channel, mask=there, other=0.0).to(tl.float32)
+    c = load_wide(cos + token * ct + channel, there)
+    s = load_wide(sin + token * st + channel, there)
     turned_lower = rounded(lower * c, out) - rounded(upper * s, out)
-    c = tl.load(cos + token * ct + HALF + channel, mask=there, other=0.0).to(tl.float32)
-    s = tl.load(sin + token * st + HALF + channel, mask=there, other=0.0).to(tl.float32)
+    c = load_wide(cos + token * ct + HALF + channel, there)
+    s = load_wide(sin + token * st + HALF + channel, there)
     turned_upper = rounded(upper * c, out) + rounded(lower * s, out)
     tl.store(out + token * DIM + channel, turned_lower, mask=there)
     tl.store(out + token * DIM + HALF + channel, turned_upper, mask=there)
@@ -190,19 +192,19 @@ def _turn_to(
 ):  # fmt: skip
     """Rotate some rows of one head to one position: channel i with i + HALF; channels from 2 * HALF
     on stay as they are. `at` holds the position."""
-    batch, channel = tl.program_id(2).to(tl.int64), tl.arange(0, padded(DIM, 1))
+    batch, channel = program_at(2), tl.arange(0, padded(DIM, 1))
     token = tl.program_id(0) * _TURNED + tl.arange(0, _TURNED)
     turns, lower = channel < 2 * HALF, channel < HALF
     first_cos, cos_step = row_places(cos, batch)
     first_sin, sin_step = row_places(sin, batch)
     position = number_of(at, batch, 0)
     c = tl.load(first_cos + position * cos_step + channel, mask=turns, other=1.0).to(tl.float32)
-    s = tl.load(first_sin + position * sin_step + channel, mask=turns, other=0.0).to(tl.float32)
+    s = load_wide(first_sin + position * sin_step + channel, turns)
     row = ((batch * GROUPS + tl.program_id(1)) * tokens + token)[:, None] * DIM
     there = (token < tokens)[:, None] & (channel < DIM)
-    own = tl.load(x + row + channel, mask=there, other=0.0).to(tl.float32)
+    own = load_wide(x + row + channel, there)
     other = tl.where(lower, channel + HALF, channel - HALF)
-    facing = tl.load(x + row + other, mask=there & turns, other=0.0).to(tl.float32)
+    facing = load_wide(x + row + other, there & turns)
     tilted = facing * s
     tl.store(out + row + channel, own * c + tl.where(lower, -tilted, tilted), mask=there)
 
@@ -227,7 +229,7 @@ def _turn(
     """Norm and rotate some tokens of one query head or one KV head. If a cache `keys` and `values`
     is given, there is one token per sequence: its key is also written to `row` of the cache, and
     further programs write its value."""
-    first, head, batch = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2).to(tl.int64)
+    first, head, batch = tl.program_id(0) * ROWS, tl.program_id(1), program_at(2)
     live = first + tl.arange(0, ROWS) < tokens
     cosines, ct = row_places(cos, batch)
     sines, st = row_places(sin, batch)

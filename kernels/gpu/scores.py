@@ -9,7 +9,17 @@ from torch import Tensor
 
 from kernels.gpu import common
 from kernels.gpu.choose import row_log_sum_exp, weights
-from kernels.gpu.common import counts_of, each, head_rows, located, number_of, padded, product
+from kernels.gpu.common import (
+    counts_of,
+    each,
+    head_rows,
+    load,
+    located,
+    number_of,
+    padded,
+    product,
+    program_at,
+)
 from kernels.partial import BESIDE
 from kernels.ragged import Ragged, first_of, with_sizes
 
@@ -170,7 +180,7 @@ def _scores(
     half with the negative ones. BY_CHANNEL: the rows of a channel lie side by side, and channels
     are as far apart as rows else are. Of several sequences, one may have fewer channels than the others: its
     queries are zero in the last ones, which are not read."""
-    this = tl.program_id(1).to(tl.int64)
+    this = program_at(1)
     rows, apart = head_rows(x, this // GROUPS, this % GROUPS)
     end = number_of(counts, this // GROUPS, count)
     count = tl.minimum(end, number_of(live, this // GROUPS, end))
@@ -183,11 +193,11 @@ def _scores(
             mine = (head < HEADS)[:, None] & (channel < WIDTH)
             if BY_SIGN:
                 half: tl.constexpr = WIDTH // 2
-                query = tl.load(q + of_head[:, None] * half + channel % half, mask=mine, other=0.0)
+                query = load(q + of_head[:, None] * half + channel % half, mine)
                 meets = (query > 0) == (channel < half)
                 query = tl.where(meets, query, tl.zeros_like(query))
             else:
-                query = tl.load(q + of_head[:, None] * WIDTH + channel, mask=mine, other=0.0)
+                query = load(q + of_head[:, None] * WIDTH + channel, mine)
             if BY_CHANNEL:
                 read = channel < WIDTH
                 if x.table is not None:
@@ -195,13 +205,11 @@ def _scores(
                     read = channel < tl.max(tl.where(some, channel + 1, 0), 0)
                 # whole vectors are loaded
                 there = read[:, None] & (row // _BESIDE * _BESIDE < count)
-                tile = tl.load(
-                    rows + channel[:, None].to(tl.int64) * apart + row, mask=there, other=0.0
-                )
+                tile = load(rows + channel[:, None].to(tl.int64) * apart + row, there)
                 scores += product(query, tile)
             else:
                 there = (row < count)[:, None] & (channel < WIDTH)
-                tile = tl.load(rows + row[:, None] * apart + channel, mask=there, other=0.0)
+                tile = load(rows + row[:, None] * apart + channel, there)
                 scores += product(query, tl.trans(tile))
     if live is not None or lses is not None:
         scores = tl.where(row < count, scores, float("-inf"))
@@ -211,11 +219,9 @@ def _scores(
     if lses is not None:
         tl.store(lses + of_block, row_log_sum_exp(scores * scale), mask=head < HEADS)
     if whole is not None:
-        lse, to = tl.load(whole + of_head, mask=head < HEADS, other=0.0), out + this * width + row
+        lse, to = load(whole + of_head, head < HEADS), out + this * width + row
         weights = tl.where((head < HEADS)[:, None], tl.exp(scores * scale - lse[:, None]), 0.0)
-        tl.store(
-            to, tl.load(to, mask=row < count, other=0.0) + tl.sum(weights, 0), mask=row < count
-        )
+        tl.store(to, load(to, row < count) + tl.sum(weights, 0), mask=row < count)
     else:
         to = out + of_head[:, None] * width + row
         tl.store(to, scores, mask=(head < HEADS)[:, None] & (row < end))

@@ -18,7 +18,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.common import DTYPES, counts_of, known, number_of, padded, unfit
+from kernels.gpu.common import (
+    DTYPES,
+    counts_of,
+    known,
+    load,
+    number_of,
+    padded,
+    program_at,
+    unfit,
+)
 from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged, filled, too_few, with_sizes
 
@@ -52,7 +61,26 @@ def top_k(scores: Tensor | Ragged, count: int | PerSequence) -> Tensor | Ragged:
             for pieces in cuts[1:]:
                 out, keys = _select(keys, out, most, pieces, lists, None, counts)
         else:
-            _search_bytes(rows, out, lists, sizes, counts)
+            count_of, size = rows.shape
+            pieces, tiles, tile = pieces_of(count_of, size)
+            tables = rows.new_empty((2, count_of, pieces, _BINS.value), dtype=torch.int32)
+            found = rows.new_empty((count_of, _BYTES.value, 2), dtype=torch.int32)
+            larger = rows.new_empty((_BYTES.value, count_of, pieces), dtype=torch.int32)
+            common = (
+                sizes,
+                counts,
+                rows.stride(0),
+                size,
+                most,
+                tiles,
+                lists,
+                padded(pieces, 1),
+                tile,
+            )
+            grid, warps = (count_of, pieces), tile // 512
+            for byte in range(_BYTES.value):
+                _count[grid](rows, tables, found, larger, *common, byte, num_warps=warps)
+            _place[grid](rows, tables, found, larger, out, *common, num_warps=warps)
     out = out.view(*whole.shape[:-1], most)
     return with_sizes(out, count, out.dim() - 1)
 
@@ -121,32 +149,12 @@ def pieces_of(rows: int, size: int) -> tuple[int, int, int]:
     return triton.cdiv(size, tile * tiles), tiles, tile
 
 
-def _search_bytes(
-    x: Tensor,
-    out: Tensor,
-    lists: int,
-    sizes: tuple[Tensor, int] | None,
-    counts: tuple[Tensor, int] | None,
-) -> None:
-    """Write the indices of the best entries of the rows x [N S] to `out` [N count]. `lists`,
-    `sizes` and `counts`: as in `_select`."""
-    rows, size = x.shape
-    pieces, tiles, tile = pieces_of(rows, size)
-    tables = x.new_empty((2, rows, pieces, _BINS.value), dtype=torch.int32)
-    found = x.new_empty((rows, _BYTES.value, 2), dtype=torch.int32)
-    larger = x.new_empty((_BYTES.value, rows, pieces), dtype=torch.int32)
-    common = sizes, counts, x.stride(0), size, out.shape[1], tiles, lists, padded(pieces, 1), tile
-    for byte in range(_BYTES.value):
-        _count[(rows, pieces)](x, tables, found, larger, *common, byte, num_warps=tile // 512)
-    _place[(rows, pieces)](x, tables, found, larger, out, *common, num_warps=tile // 512)
-
-
 @triton.jit
 def _keys(x, at, live):
     """Load numbers from x and return them as integers in the same order, so that they can be
     compared bit by bit; where `live` is false, the least integer. The results of an earlier launch
     are such integers already."""
-    value = tl.load(x + at, mask=live, other=0)
+    value = load(x + at, live)
     if value.dtype != tl.int32:
         bits = value.to(tl.float32).to(tl.int32, bitcast=True)
         value = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -207,7 +215,7 @@ def _best(
 ):  # fmt: skip
     """Find the `count` largest entries of one piece of a row of x, or as many as the sequence's
     entry in `counts` says, and write their indices, followed by zeros."""
-    row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row, piece, pieces = program_at(0), tl.program_id(1), tl.num_programs(1)
     room = count
     size, count = number_of(sizes, row // LISTS, size), number_of(counts, row // LISTS, count)
     # the product may exceed 2^31, though the place does not
@@ -251,7 +259,7 @@ def _found(tables, found, count, pieces, BYTE: tl.constexpr, PIECES: tl.constexp
 
     `found` [4 2] holds the first two results for the bytes before the last."""
     each, value = tl.arange(0, PIECES), tl.arange(0, _BINS)
-    table = tl.load(tables + each[:, None] * _BINS + value, mask=(each < pieces)[:, None], other=0)
+    table = load(tables + each[:, None] * _BINS + value, (each < pieces)[:, None])
     prefix, need = 0, count
     if BYTE > 0:
         prefix, need = tl.load(found + 2 * BYTE - 2), tl.load(found + 2 * BYTE - 1)
@@ -271,7 +279,7 @@ def _count(
     of the piece it shows to be larger.
 
     `tables` [2 rows pieces 256] has the counts of even and of odd bytes."""
-    row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row, piece, pieces = program_at(0), tl.program_id(1), tl.num_programs(1)
     size, count = number_of(sizes, row // LISTS, size), number_of(counts, row // LISTS, count)
     value, rows = tl.arange(0, _BINS), tl.num_programs(0).to(tl.int64)
     own = ((row + BYTE % 2 * rows) * pieces + piece) * _BINS
@@ -317,7 +325,7 @@ def _place(
 ):  # fmt: skip
     """Write the indices of those entries of one piece of a row that are among the `count` largest,
     at the places that the earlier pieces leave."""
-    row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    row, piece, pieces = program_at(0), tl.program_id(1), tl.num_programs(1)
     room = count
     size, count = number_of(sizes, row // LISTS, size), number_of(counts, row // LISTS, count)
     rows = tl.num_programs(0).to(tl.int64)
@@ -325,11 +333,7 @@ def _place(
     each = tl.arange(0, PIECES)
     last = tables + (row + (_BYTES - 1) % 2 * rows) * pieces * _BINS
     down, need, table = _found(last, found + row * (2 * _BYTES), count, pieces, _BYTES - 1, PIECES)
-    known = tl.load(
-        larger + (byte * rows + row) * pieces + each,
-        mask=(byte < _BYTES - 1) & (each < piece),
-        other=0,
-    )
+    known = load(larger + (byte * rows + row) * pieces + each, (byte < _BYTES - 1) & (each < piece))
     value, before = tl.arange(0, _BINS), (each < piece)[:, None]
     above = tl.sum(known) + tl.sum(tl.where(before & (value < (down & (_BINS - 1))), table, 0))
     equal = tl.sum(tl.where(before & (value == (down & (_BINS - 1))), table, 0))

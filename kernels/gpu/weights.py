@@ -20,7 +20,13 @@ def unfit_weights(weights: DecoderBlock | Head) -> str | None:
     """Return why no kernel can read these weights, or None: they must be contiguous, of one dtype
     and device, and fit together. The answer is cached per block."""
     if weights not in _unfit:
-        _unfit[weights] = _check(_tensors(weights)) or _unfit_sides(weights)
+        tensors = _tensors(weights)
+        kinds = {f"{x.dtype} on {x.device}" for x in tensors}
+        if len(kinds) > 1 or not all(x.is_contiguous() for x in tensors):
+            kinds_there = ", ".join(sorted(kinds))
+            _unfit[weights] = f"takes contiguous weights of one dtype and device, got {kinds_there}"
+        else:
+            _unfit[weights] = _unfit_sides(weights)
     return _unfit[weights]
 
 
@@ -31,13 +37,6 @@ def joint(block: DecoderBlock) -> tuple[Linear | None, Linear | None]:
     if block not in _joint:
         _joint[block] = _joined((block.q, block.k, block.v)), _joined((block.gate, block.up))
     return _joint[block]
-
-
-def _check(tensors: Sequence[Tensor]) -> str | None:
-    kinds = {f"{x.dtype} on {x.device}" for x in tensors}
-    if len(kinds) > 1 or not all(x.is_contiguous() for x in tensors):
-        return f"takes contiguous weights of one dtype and device, got {', '.join(sorted(kinds))}"
-    return None
 
 
 def _unfit_sides(weights: DecoderBlock | Head) -> str | None:
@@ -54,7 +53,7 @@ def _unfit_sides(weights: DecoderBlock | Head) -> str | None:
         "k_norm": (weights.k_norm, (weights.head_dim,)),
     }
     for name, (tensor, sizes) in wanted.items():
-        if tensor is not None and (reason := unfit_shape(tensor, *sizes)):
+        if reason := unfit_shape(tensor, *sizes):
             return f"{name}: {reason}"
     return None
 
