@@ -79,7 +79,7 @@ def _unfit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """Sum the attention that each key receives from the queries, q [B H T D], k [B G S D] ->
-    [B H S], as kernels/column_sums.py defines it."""
+    [B H S], as kernels/windowed.py defines it."""
     sums = q.new_zeros((*q.shape[:2], k.shape[2]), dtype=torch.float32)
     _run(q, k, None, None, sums, scale)
     return sums
@@ -93,7 +93,7 @@ def prefill_attention_with_column_sums(
     q: Tensor, k: Tensor, v: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Compute causal attention [B H T D] and the attention that each key receives, summed over
-    queries, [B H S], as kernels/column_sums.py defines them."""
+    queries, [B H S], as kernels/windowed.py defines them."""
     if q.shape[2] == 1:
         return _one_query(q, k, v, scale)
     out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
