@@ -5,7 +5,7 @@ Qwen3, Phi-3, GLM. Results are rounded where transformers' modules round."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -128,10 +128,21 @@ def attention_inputs_stored(
 def block_output(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
     """Compute what follows attention in a decoder block: the output projection and the MLP, each
     with its residual. x [B T E], the block's input; attended [B H T D] -> [B T E]"""
-    heads, out = attended.transpose(1, 2).flatten(2), torch.empty_like(x)
+    return summed(x, attended, block, _terms)
+
+
+def summed(
+    x: Tensor,
+    attended: Tensor,
+    block: DecoderBlock,
+    terms: Callable[[Tensor, Tensor, DecoderBlock], tuple[Tensor, Tensor]],
+) -> Tensor:
+    """Compute `block_output` for some tokens at a time, as the sum of the two `terms` that a function
+    of x [N E] and attended [N H*D] returns."""
+    heads, out = attended.transpose(1, 2).flatten(2), x.new_empty(x.shape)
     rows = (part.flatten(0, 1).split(TOKENS_AT_ONCE[x.device.type]) for part in (x, heads, out))
     for some, seen, to in zip(*rows, strict=True):
-        torch.add(*_terms(some, seen, block), out=to)
+        torch.add(*terms(some, seen, block), out=to)
     return out
 
 

@@ -14,18 +14,14 @@ from kernels.step_inputs import to_device
 MOST_TABLE_BYTES = 64 << 20  # of a table of cos and sin; a longer one is not made
 
 
-def _half_turn(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat([-second, first], -1)
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate x [B G T D] by cos and sin [1|B T R] with R <= D: only the first R channels are
     rotated."""
     width = cos.shape[-1]
     turning, still = x[..., :width], x[..., width:]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat([turning * cos + _half_turn(turning) * sin, still], -1)
+    first, second = turning.chunk(2, -1)
+    return torch.cat([turning * cos + torch.cat([-second, first], -1) * sin, still], -1)
 
 
 def halves(x: Tensor, width: int) -> Tensor:

@@ -24,12 +24,13 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     for queries, to in zip(
         *(x.split(max(_LEAST_QUERIES, _MASKED_AT_ONCE // stored), 2) for x in (q, out)), strict=True
     ):
-        seen += queries.shape[2]
-        to.copy_(_masked(queries, k[:, :, :seen], v[:, :, :seen], scale))
+        count = queries.shape[2]
+        seen += count
+        allowed = torch.ones(count, seen, dtype=torch.bool, device=q.device).tril(seen - count)
+        keys, values = k[:, :, :seen], v[:, :, :seen]
+        to.copy_(
+            scaled_dot_product_attention(
+                queries, keys, values, attn_mask=allowed, scale=scale, enable_gqa=True
+            )
+        )
     return out
-
-
-def _masked(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    new, stored = q.shape[2], k.shape[2]
-    allowed = torch.ones(new, stored, dtype=torch.bool, device=q.device).tril(stored - new)
-    return scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale, enable_gqa=True)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.block import TOKENS_AT_ONCE, DecoderBlock, Head, Linear
+from kernels.block import DecoderBlock, Head, Linear, summed
 from kernels.gpu.common import (
     load_wide,
     padded,
@@ -110,13 +109,7 @@ def attention_inputs_refuses(
 
 
 def block_output(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
-    rows, heads = x.flatten(0, 1), attended.transpose(1, 2).flatten(2).flatten(0, 1)
-    out = x.new_empty(rows.shape)
-    for some, seen, to in zip(
-        *(part.split(TOKENS_AT_ONCE["cuda"]) for part in (rows, heads, out)), strict=True
-    ):
-        torch.add(*_parts(some, seen, block), out=to)
-    return out.view(x.shape)
+    return summed(x, attended, block, _parts)
 
 
 def block_output_refuses(x: Tensor, attended: Tensor, block: DecoderBlock) -> str | None:
