@@ -11,11 +11,14 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 # stands in errors where no data root is set; callers that know how to set one say so
 NO_DATA_ROOT = "(none is set)"
+# for a BOS, and for what pieces may grow by when they are tokenised apart
+SPARE_TOKENS = 16
 
 
 class TaskError(ValueError):
@@ -126,7 +129,7 @@ class Example:
     @property
     def turns(self) -> tuple[Example, ...]:
         """Return each user turn as an example of its own, by which its answer is scored."""
-        first = replace(self, further=()) if self.further else self
+        first = replace(self, further=())
         return (
             first,
             *(self._as_example(turn, number) for number, turn in enumerate(self.further, start=2)),
@@ -196,6 +199,8 @@ class Task(ABC):
     seeded: ClassVar[bool] = True  # False: the examples are the same whatever the seed
     # what guessing scores; None where scores are small by nature
     chance: ClassVar[float | None] = 0.0
+    # the numbers of `Score.details` whose means `averages` returns
+    averaged: ClassVar[Sequence[str]] = ()
 
     def require(self, data_root: Path | None) -> None:  # noqa: B027 (most tasks make their own text)
         """Raise `TaskError` if the task's data are neither in `data_root` nor on the hub. It is
@@ -226,9 +231,57 @@ class Task(ABC):
 
         `details`: the means over examples of the numbers in `Score.details`.
         """
-        return {"mean": sum(groups.values()) / len(groups)} if groups else {}
+        mean = {"mean": sum(groups.values()) / len(groups)} if groups else {}
+        of_details = {name: details[name] for name in self.averaged if details and name in details}
+        return mean | self.averages_of(groups) | of_details
+
+    def averages_of(self, groups: Mapping[str, float]) -> dict[str, float]:
+        """Return averages over a part of the groups by name, beside `mean`; none by default."""
+        return {}
 
     def provenance(self) -> dict[str, Any]:
         """Return what a run records about the data: source, revision, content hash. It is complete
-        once `examples` has run."""
+        once `examples` has run, which keeps it in `_opened`."""
+        return dict(self._opened)
+
+    @cached_property
+    def _opened(self) -> dict[str, Any]:
         return {}
+
+    def _refuse_below(self, says: str, **least: int) -> None:
+        """Raise `TaskError` if a parameter is smaller than its least value, which the keywords name;
+        null is any value. `says`: what the message says of it, with {} for the least value."""
+        for name, low in least.items():
+            if (value := getattr(self, name)) is not None and value < low:
+                raise TaskError(f"task.{name}={value} {says.format(low)}")
+
+
+def prompt_limit(env: TaskEnv, asked: int | None, rest: int, says: str) -> int | None:
+    """Return how many tokens a prompt may have before the chat template is put around it: `asked`,
+    or what the model's window leaves beside `rest` tokens; None for any number. Raises `TaskError`,
+    which `says` why, if nothing is left."""
+    if asked is not None or env.window is None:
+        return asked
+    limit = env.window - rest - SPARE_TOKENS
+    if limit < 2:
+        raise TaskError(says)
+    return limit
+
+
+def each_once(names: str | Sequence[str]) -> tuple[str, ...]:
+    """Return a name, or each of several, once and in their order."""
+    return tuple(dict.fromkeys([names] if isinstance(names, str) else names))
+
+
+def by_part(groups: Mapping[str, float], part: int) -> dict[str, list[float]]:
+    """Collect the scores of the groups "first/second" that share a part, 0 or 1, in order of
+    appearance; a group without a second part shares none.
+
+    >>> by_part({"vt/4096": 1.0, "cwe/4096": 0.5, "vt/8192": 0.25}, 1)
+    {'4096': [1.0, 0.5], '8192': [0.25]}
+    """
+    shared: dict[str, list[float]] = {}
+    for group, score in groups.items():
+        for name in group.split("/")[part : part + 1]:
+            shared.setdefault(name, []).append(score)
+    return shared

@@ -37,27 +37,26 @@ def upper_p(values: Floats, weights: Floats, mean: float | Floats, top: float) -
     )
 
 
+@lru_cache(maxsize=4096)
 def upper_end(
-    values: Floats, weights: Floats, top: float, level: float, between: tuple[float, float]
+    sample: tuple[float, ...],
+    shares: tuple[float, ...],
+    top: float,
+    level: float,
+    between: tuple[float, float],
 ) -> float:
     """Return the upper end of the mean's confidence interval: the mean in the range `between` at
-    which `upper_p` falls to `level`, or the nearer end of the range if there is none.
+    which `upper_p` falls to `level`, or the nearer end of the range if there is none. `shares`: of
+    each value of the sample in the mean.
 
     The secant method, with the root kept between two ends, works on the scale of normal deviates,
     on which `upper_p` is almost a line: five steps suffice where its own scale takes fifteen.
     Results are cached, because one process shows the same rows in a table, on a page and to a
     tracker."""
-    return _upper_end(values.tobytes(), weights.tobytes(), top, level, between)
-
-
-@lru_cache(maxsize=4096)
-def _upper_end(
-    value_bytes: bytes, weight_bytes: bytes, top: float, level: float, between: tuple[float, float]
-) -> float:
     # here, because a bare GPU machine, whose tests import this module, has none
     from scipy import special
 
-    values, weights = np.frombuffer(value_bytes), np.frombuffer(weight_bytes)
+    values, weights = np.array(sample), np.array(shares)
     aim = special.ndtri(level)
 
     def excess(mean: float) -> float:

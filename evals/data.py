@@ -13,7 +13,6 @@ import io
 import json
 import re
 import sys
-import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any
+from typing import Any, NamedTuple
+from zipfile import BadZipFile, ZipFile
 
 from evals import hub
 from evals.base import MissingData, TaskEnv, TaskError
@@ -51,16 +51,14 @@ class Source:
     def folder(self) -> str:
         """Return the folder below the data root into which the hub's file can be downloaded so that
         a pattern of `local` finds it; "" for the data root itself."""
-        places = [pattern.split("/") for pattern in self.local]
-        parts = self.hub_file.split("/")
-        fitting = [
-            place for place in places if fnmatch(self.hub_file, "/".join(place[-len(parts) :]))
-        ]
-        return "/".join(fitting[0][: -len(parts)]) if fitting else ""
+        for pattern in self.local:
+            folder, *parts = f"/{pattern}".rsplit("/", self.hub_file.count("/") + 1)
+            if fnmatch(self.hub_file, "/".join(parts)):
+                return folder[1:]
+        return ""
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(NamedTuple):
     """Hold the bytes of one file, or of one inside a zip, with where they came from and their
     SHA-256."""
 
@@ -73,8 +71,7 @@ class Content:
         return {"origin": self.origin, "sha256": self.sha256}
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """Hold all rows of one data file, and where they came from."""
 
     rows: list[Row]
@@ -94,7 +91,11 @@ def require(sources: Iterable[Source], root: Path | None) -> None:
         try:
             _from_hub(source)
         except hub.HubError as error:
-            missing = [source, *(other for other in absent[place + 1 :] if not _is_cached(other))]
+            missing = [source]
+            for other in absent[place + 1 :]:
+                repo = other.hub_repo
+                if not (repo and hub.cached(repo, other.hub_file, other.hub_revision)):
+                    missing.append(other)
             raise _missing(missing, root, str(error)) from error
 
 
@@ -128,13 +129,6 @@ def _missing(sources: Sequence[Source], root: Path | None, reason: str) -> TaskE
     where = f"below the data root {root}" if root else "on this machine"
     return MissingData(
         f"{', '.join([*named, *more])} cannot be found {where}, and {reason}: {', and '.join(remedies)}"
-    )
-
-
-def _is_cached(source: Source) -> bool:
-    return (
-        bool(source.hub_repo)
-        and hub.cached(str(source.hub_repo), source.hub_file, source.hub_revision) is not None
     )
 
 
@@ -200,7 +194,10 @@ def too_few(place: str, what: str, count: int, samples: int) -> TaskError:
 def open_content(source: Source, env: TaskEnv) -> Content:
     """Read the file of `source` from the first of these that has it: the data root, the hub's local
     cache, the hub."""
-    path, origin = _locate(source, env.data_root)
+    try:
+        path, origin = _find(source, env.data_root) or _from_hub(source)
+    except hub.HubError as error:
+        raise _missing([source], env.data_root, str(error)) from error
     if path.suffix == ".zip":
         data = _read_member(source, path)
         origin = f"{origin}/{source.member}"
@@ -215,7 +212,7 @@ def _damage(place: str) -> Iterator[None]:
     `place`."""
     try:
         yield
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, BadZipFile, zlib.error, EOFError) as error:
         raise TaskError(f"{place} is cut short or damaged ({error}): fetch it again") from error
 
 
@@ -228,23 +225,14 @@ def _parse(content: Content) -> Any:
         return list(pyarrow.parquet.read_table(io.BytesIO(content.data)).to_pylist())
     if suffix == ".json":
         return json.loads(content.data)
+    rows = []
     # at newlines only, since other line ends may stand inside a string
-    lines = content.data.split(b"\n")
-    return [_line(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-
-
-def _line(number: int, line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"line {number} is not JSON") from error
-
-
-def _locate(source: Source, root: Path | None) -> tuple[Path, str]:
-    try:
-        return _find(source, root) or _from_hub(source)
-    except hub.HubError as error:
-        raise _missing([source], root, str(error)) from error
+    for number, line in enumerate(content.data.split(b"\n"), 1):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"line {number} is not JSON") from error
+    return rows
 
 
 def _find(source: Source, root: Path | None) -> tuple[Path, str] | None:
@@ -254,11 +242,10 @@ def _find(source: Source, root: Path | None) -> tuple[Path, str] | None:
         raise TaskError(
             f"the data root {root} is not a folder: name an existing one, or none to use the hub alone"
         )
-    matches = (
-        path for pattern in source.local for path in sorted(root.glob(pattern)) if path.is_file()
-    )
-    path = next(matches, None)
-    return None if path is None else (path, f"local:{path.relative_to(root).as_posix()}")
+    for path in (path for pattern in source.local for path in sorted(root.glob(pattern))):
+        if path.is_file():
+            return path, f"local:{path.relative_to(root).as_posix()}"
+    return None
 
 
 def _from_hub(source: Source) -> tuple[Path, str]:
@@ -273,17 +260,10 @@ def _from_hub(source: Source) -> tuple[Path, str]:
 def _read_member(source: Source, path: Path) -> bytes:
     if source.member is None:
         raise TaskError(f"{source.name}: {path} is a zip file: unpack it")
-    try:
-        with zipfile.ZipFile(path) as archive:
+    with _damage(f"{source.name}: {path}"), ZipFile(path) as archive:
+        if source.member in archive.namelist():
             return archive.read(source.member)
-    except KeyError as error:
-        raise TaskError(
-            f"{source.name}: {path} holds no file {source.member}: fetch it again"
-        ) from error
-    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise TaskError(
-            f"{source.name}: {path} is cut short or damaged ({error}): fetch it again"
-        ) from error
+    raise TaskError(f"{source.name}: {path} holds no file {source.member}: fetch it again")
 
 
 @contextmanager
@@ -330,12 +310,12 @@ def _files_that_were_read(error: BaseException | None) -> list[str]:
             if "packaged_modules" in frame.f_code.co_filename and "file" in frame.f_locals:
                 return [str(frame.f_locals["file"])]
             if frame.f_code.co_name == "load_dataset":
-                asked = names_of(frame.f_locals.get("data_files"))
+                asked = _names_of(frame.f_locals.get("data_files"))
         error = error.__cause__
     return asked
 
 
-def names_of(data_files: Any) -> list[str]:
+def _names_of(data_files: Any) -> list[str]:
     """Return the files in the `data_files` of `datasets`: a name, a list of names, or either for each
     split."""
     parts = data_files.values() if isinstance(data_files, Mapping) else [data_files or ()]
@@ -362,7 +342,6 @@ KINDS: Mapping[str, Callable[[Any], bool]] = {
         misfit(value, ["text", ...]) is None and any(map(str.strip, value))
     ),
     "a number": _is_number,
-    "a number from 0 on": lambda value: _is_number(value) and value >= 0,
     "a number above 0": lambda value: _is_number(value) and value > 0,
     "a list of numbers": lambda value: misfit(value, ["a number", ...]) is None,
     "a whole number": lambda value: type(value) is int,

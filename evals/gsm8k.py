@@ -6,10 +6,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 from evals.base import Example, Score, Task, TaskEnv, TaskError
 from evals.data import Row, Source, no_answer, open_rows, require
@@ -90,14 +90,11 @@ def final_number(solution: str) -> str:
     return solution.rpartition("####")[2].strip()
 
 
-def _same_text(answer: str, final: str) -> bool:
+def _same_text(*numbers: str) -> bool:
     """Compare two numbers as texts, as lm-eval's exact match does: without commas, dollar signs,
     what precedes `#### `, and one full stop at the end."""
-    return _bare(answer) == _bare(final)
-
-
-def _bare(text: str) -> str:
-    return text.replace(",", "").replace("$", "").rpartition("#### ")[2].removesuffix(".").lower()
+    plain = (text.replace(",", "").replace("$", "").rpartition("#### ")[2] for text in numbers)
+    return len({text.removesuffix(".").lower() for text in plain}) == 1
 
 
 def _same_value(answer: str, final: str) -> bool:
@@ -120,9 +117,10 @@ class Gsm8k(Task):
     """Ask GSM8K's questions after worked examples. The number is taken from every output in four
     ways (READERS); all are recorded, and the one that `extraction` names is the score."""
 
-    version: ClassVar[str] = "1"
-    seeded: ClassVar[bool] = False
-    metric: ClassVar[str] = "accuracy"
+    version = "1"
+    seeded = False
+    metric = "accuracy"
+    averaged = tuple(READERS)  # the accuracy by each way of reading the number
 
     prompt: str = "pqcache"
     extraction: str = "pqcache"
@@ -130,7 +128,6 @@ class Gsm8k(Task):
     max_new_tokens: int = 256
     chat: bool = False
     revision: str = "740312add88f781978c0658806c59bc2815b9866"
-    _opened: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.prompt not in FORMS:
@@ -144,14 +141,8 @@ class Gsm8k(Task):
                 "extraction=strict needs a full stop behind the answer, which the examples of prompt=pqcache do not "
                 "have: choose prompt=lm_eval, or another extraction"
             )
-        if self.samples is not None and self.samples < 1:
-            raise TaskError(
-                f"samples={self.samples} leaves nothing: give 1 or more, or null for all rows"
-            )
-        if self.max_new_tokens < 1:
-            raise TaskError(
-                f"max_new_tokens={self.max_new_tokens} leaves no room for an answer: the papers use 256"
-            )
+        self._refuse_below("leaves nothing: give {} or more, or null for all rows", samples=1)
+        self._refuse_below("leaves no room for an answer: the papers use 256", max_new_tokens=1)
 
     def require(self, data_root: Path | None) -> None:
         splits = ("train", "test") if self.prompt == "pqcache" else ("test",)
@@ -188,17 +179,6 @@ class Gsm8k(Task):
             )
             details[f"{name}_answer"] = "" if answer is None else answer
         return Score(float(details[self.extraction]), details)
-
-    def averages(
-        self, groups: Mapping[str, float], details: Mapping[str, float] | None = None
-    ) -> dict[str, float]:
-        """Return `mean`, and the accuracy by each way of reading the number from an output."""
-        return super().averages(groups) | {
-            name: details[name] for name in READERS if details and name in details
-        }
-
-    def provenance(self) -> dict[str, Any]:
-        return dict(self._opened)
 
     def _source(self, split: str) -> Source:
         return Source(

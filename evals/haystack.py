@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
 from importlib import import_module
+from typing import NamedTuple
 
 from evals.base import NO_DATA_ROOT, TaskEnv, TaskError
 from evals.data import value_of
@@ -21,8 +21,7 @@ NAMES = ("auto", *ESSAY_FILES, "pydoc")
 SPLITTER = r"(?<=[.!?])\s+"  # stands in for NLTK's punkt, whose data no package index has
 
 
-@dataclass(frozen=True, slots=True)
-class Haystack:
+class Haystack(NamedTuple):
     """Hold one long text in which needles can be hidden, and the SHA-256 of its UTF-8 bytes."""
 
     name: str

@@ -10,8 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
-from queue import Empty, Queue
-from threading import Thread
+from threading import Event, Thread
 
 PROBE_S = 3.0  # without it the client retries for 15 to 23 s before it gives up
 
@@ -59,27 +58,23 @@ def _download(repo: str, file: str, revision: str) -> Path:
 
 
 def reachable(endpoint: str, within_s: float = PROBE_S) -> bool:
-    """Return whether anything answers at `endpoint` in time. A thread asks, because looking up a
-    name has no time limit."""
-    answer: Queue[bool] = Queue()
-    Thread(target=lambda: answer.put(_answers(endpoint, within_s)), daemon=True).start()
-    try:
-        return answer.get(timeout=within_s)
-    except Empty:
-        return False
+    """Return whether a server answers at `endpoint` in time; an HTTP error or an unknown certificate
+    is an answer too. Proxies of the environment are used. A thread asks, because looking up a name
+    has no time limit."""
+    answered = Event()
 
+    def ask() -> None:
+        request = urllib.request.Request(endpoint, method="HEAD")
+        try:
+            urllib.request.urlopen(request, timeout=within_s).close()
+        except urllib.error.HTTPError:
+            pass
+        except OSError as error:
+            if not isinstance(getattr(error, "reason", None), ssl.SSLError):
+                return
+        answered.set()
 
-def _answers(endpoint: str, within_s: float) -> bool:
-    """Return whether a server answers; an HTTP error or an unknown certificate is an answer too.
-    Proxies of the environment are used."""
-    try:
-        urllib.request.urlopen(
-            urllib.request.Request(endpoint, method="HEAD"), timeout=within_s
-        ).close()
-    except urllib.error.HTTPError:
-        return True
-    except urllib.error.URLError as error:
-        return isinstance(error.reason, ssl.SSLError)
-    except OSError:
-        return False
-    return True
+    thread = Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(within_s)
+    return answered.is_set()

@@ -16,13 +16,12 @@ from functools import cache
 from hashlib import sha256
 from importlib.metadata import version as installed
 from importlib.util import find_spec
-from itertools import chain
 from numbers import Real
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from evals.base import Example, Score, Task, TaskEnv, TaskError, read_choices
-from evals.data import CORRECT, data_errors_in_a_sentence, names_of, no_answer
+from evals.data import CORRECT, data_errors_in_a_sentence, no_answer
 
 SHOTS_SEED = 1234  # the seed with which lm-eval's command draws few shots
 SCORING = (
@@ -33,8 +32,6 @@ SCORING = (
     "doc_to_choice",
     "target_delimiter",
 )
-# times and sizes of the files of each task asked for
-_STATES: dict[tuple[Any, ...], dict[str, tuple[int, int]]] = {}
 ELSEWHERE = "ask it by `kv-harness lm-eval run` instead"
 
 
@@ -51,9 +48,9 @@ class LmEval(Task):
     """Ask every document of one of lm-eval's tasks, or of all tasks of a group. The score is the
     first of the task's metrics that grows with quality, unless `score_by` names another."""
 
-    seeded: ClassVar[bool] = False
-    metric: ClassVar[str] = "lm-eval's metric"
-    chance: ClassVar[float | None] = None
+    seeded = False
+    metric = "lm-eval's metric"
+    chance = None
 
     name: str = "gsm8k"
     include_path: str | None = None
@@ -62,14 +59,10 @@ class LmEval(Task):
     score_by: str | None = None
     chat: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
-    _opened: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for key, least in {"samples": 1, "num_fewshot": 0}.items():
-            if (value := getattr(self, key)) is not None and value < least:
-                raise TaskError(
-                    f"{key}={value} makes no sense: give {least} or more, or null for what the task says"
-                )
+        says = "makes no sense: give {} or more, or null for what the task says"
+        self._refuse_below(says, samples=1, num_fewshot=0)
         if self.include_path is not None and not Path(self.include_path).is_dir():
             raise TaskError(
                 f"include_path={self.include_path} is not a folder: name the one that holds your yaml files"
@@ -94,14 +87,16 @@ class LmEval(Task):
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         self.require(env.data_root)
-        self._forget_what_changed()
+        if self.include_path is not None:
+            _leaves.cache_clear()  # a yaml or data file may have been corrected, as in a notebook
         for leaf in self._leaves():
-            config = leaf.task.config
-            revision = _revision(leaf.docs)
+            files = getattr(leaf.docs, "cache_files", None)
             self._opened[leaf.name] = {
                 "version": leaf.task.VERSION,
-                "data": config.dataset_path,
-                "revision": revision,
+                "data": leaf.task.config.dataset_path,
+                # the hub's commit, or a hash of local files: `datasets` names the folder after it
+                # in which it keeps the rows
+                "revision": Path(files[0]["filename"]).parent.name if files else None,
             }
             leaf.task.set_fewshot_seed(SHOTS_SEED)
             for number, doc in leaf.task.doc_iterator(limit=self.samples, rank=0, world_size=1):
@@ -123,39 +118,15 @@ class LmEval(Task):
         return super().averages(groups) | dict(details or {})
 
     def provenance(self) -> dict[str, Any]:
-        return {"lm_eval": installed("lm_eval"), "tasks": dict(self._opened)}
-
-    @property
-    def _asked(self) -> tuple[Any, ...]:
-        return (
-            self.name,
-            self.include_path,
-            self.num_fewshot,
-            json.dumps(self.metadata, sort_keys=True),
-        )
+        return {"lm_eval": installed("lm_eval"), "tasks": super().provenance()}
 
     def _leaves(self) -> tuple[Leaf, ...]:
-        return _leaves(*self._asked)
-
-    def _forget_what_changed(self) -> None:
-        """Have all tasks opened anew if a yaml or data file of this one has been written since this
-        process opened it, as in a notebook."""
-        yamls = Path(self.include_path).rglob("*.yaml") if self.include_path else ()
-        named = [
-            names_of((leaf.task.config.dataset_kwargs or {}).get("data_files"))
-            for leaf in self._leaves()
-        ]
-        stats = {
-            str(file): Path(file).stat()
-            for file in (*yamls, *chain(*named))
-            if Path(file).is_file()
-        }
-        state = {file: (stat.st_mtime_ns, stat.st_size) for file, stat in stats.items()}
-        if _STATES.get(self._asked, state) != state:
-            _leaves.cache_clear()
-        _STATES[self._asked] = state
+        metadata = json.dumps(self.metadata, sort_keys=True)
+        return _leaves(self.name, self.include_path, self.num_fewshot, metadata)
 
     def _example(self, leaf: Leaf, number: int, doc: Any) -> Example:
+        from lm_eval.models.utils import normalize_gen_kwargs
+
         task = leaf.task
         shots = task.config.num_fewshot or 0
         references = _references(leaf, number, doc)
@@ -164,9 +135,16 @@ class LmEval(Task):
             text = task.fewshot_context(doc, num_fewshot=shots, gen_prefix=prefix)
             made = task.construct_requests(doc=doc, ctx=text, metadata=(leaf.name, number, 1))
         requests = made if isinstance(made, list) else [made]
-        _refuse(leaf, requests, text)
+        if any(len(request.args) > 2 for request in requests):
+            raise TaskError(
+                f"{leaf.name} asks about images or sound, which no model here takes: choose another task"
+            )
+        if not isinstance(text, str) or any(request.args[0] != text for request in requests):
+            raise TaskError(f"{leaf.name} puts its choices behind different prompts: {ELSEWHERE}")
         choices, text = self._choices(task, doc, requests, text)
-        ending = {"max_new_tokens": 1} if choices else _ending(leaf, requests[0].args[1])
+        wanted: dict[str, Any] = {} if choices else normalize_gen_kwargs(dict(requests[0].args[1]))
+        if wanted.get("do_sample"):
+            raise TaskError(f"{leaf.name} draws its answers (do_sample): {ELSEWHERE}")
         # scoring may read any field
         digest = sha256(json.dumps(doc, sort_keys=True, default=str).encode()).hexdigest()
         context, question, prefix = _split(text, task.doc_to_text(doc), prefix)
@@ -181,7 +159,8 @@ class LmEval(Task):
             choices=choices,
             chat=self.chat,
             data={"doc": number, "sha256": digest},
-            **ending,
+            max_new_tokens=wanted.get("max_gen_toks", 1),
+            stop=tuple(filter(None, wanted.get("until", ()))),
         )
 
     def _choices(
@@ -271,33 +250,6 @@ def _leaf(name: str, task: Any, num_fewshot: int | None) -> Leaf:
     return Leaf(name, task, task.eval_docs)
 
 
-def _revision(docs: Any) -> str | None:
-    """Return the revision of the data: the hub's commit, or a hash of local files. The library
-    `datasets` names the folder after it in which it keeps the rows."""
-    files = getattr(docs, "cache_files", None)
-    return Path(files[0]["filename"]).parent.name if files else None
-
-
-def _refuse(leaf: Leaf, requests: Sequence[Any], text: object) -> None:
-    if any(len(request.args) > 2 for request in requests):
-        raise TaskError(
-            f"{leaf.name} asks about images or sound, which no model here takes: choose another task"
-        )
-    if not isinstance(text, str) or any(request.args[0] != text for request in requests):
-        raise TaskError(f"{leaf.name} puts its choices behind different prompts: {ELSEWHERE}")
-
-
-def _ending(leaf: Leaf, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `Example` that say how an answer ends, `max_new_tokens` and `stop`, from
-    the keywords with which lm-eval asks for a generation."""
-    from lm_eval.models.utils import normalize_gen_kwargs
-
-    wanted: Any = normalize_gen_kwargs(dict(keywords))
-    if wanted["do_sample"]:
-        raise TaskError(f"{leaf.name} draws its answers (do_sample): {ELSEWHERE}")
-    return {"max_new_tokens": wanted["max_gen_toks"], "stop": tuple(filter(None, wanted["until"]))}
-
-
 def _split(text: str, asked: object, prefix: str) -> tuple[str, str, str]:
     """Split a prompt into context, question and the answer's first words, `prefix`. Where few shots
     or a description precede the document's own text, `asked`, these are the context and that is the
@@ -316,7 +268,7 @@ def _naming_row(leaf: Leaf, number: int, doc: Mapping[str, Any]) -> Iterator[Non
     have a gap in place of the question."""
     config, place = leaf.task.config, _place(leaf, number)
     asked = _fields(leaf, config.doc_to_text)
-    gaps = [name for name in asked if _is_empty(doc.get(name))]
+    gaps = _gaps(leaf, doc, config.doc_to_text)
     own = "data_files" in (config.dataset_kwargs or {})  # else nobody here can correct it
     if gaps and (gaps == [*asked] or (own and any(asked[name] for name in gaps))):
         raise TaskError(
@@ -327,12 +279,9 @@ def _naming_row(leaf: Leaf, number: int, doc: Mapping[str, Any]) -> Iterator[Non
     except TaskError:
         raise
     except Exception as error:
-        gaps += [name for name in _fields(leaf, config.doc_to_choice) if _is_empty(doc.get(name))]
-        why = (
-            f"leaves {', '.join(map(repr, gaps))} empty"
-            if gaps
-            else f"does not fit its yaml: {error}"
-        )
+        gaps += _gaps(leaf, doc, config.doc_to_choice)
+        empty = f"leaves {', '.join(map(repr, gaps))} empty"
+        why = empty if gaps else f"does not fit its yaml: {error}"
         raise TaskError(f"{place} {why}; correct the file or the yaml, or drop the row") from error
 
 
@@ -360,7 +309,7 @@ def _references(leaf: Leaf, number: int, doc: Any) -> tuple[str, ...]:
     and the task scores by them. `number`: the row of the document."""
     config = leaf.task.config
     scored_by = config.process_results is None and config.doc_to_target not in (None, "")
-    gaps = [name for name in _fields(leaf, config.doc_to_target) if _is_empty(doc.get(name))]
+    gaps = _gaps(leaf, doc, config.doc_to_target)
     try:
         with _no_nulls(config):
             target = leaf.task.doc_to_target(doc)
@@ -384,6 +333,11 @@ def _fields(leaf: Leaf, template: Any) -> Mapping[str, bool]:
     if not isinstance(template, str):
         return {}
     return {template: True} if template in leaf.task.features else _variables(template)
+
+
+def _gaps(leaf: Leaf, doc: Mapping[str, Any], template: Any) -> list[str]:
+    """Return the fields of a document that a template fills in and that are empty."""
+    return [name for name in _fields(leaf, template) if _is_empty(doc.get(name))]
 
 
 @cache
@@ -414,15 +368,12 @@ def _is_empty(value: object) -> bool:
 
 def _place(leaf: Leaf, number: int) -> str:
     """Return the task, the number of a row, and the file that it stands in, for an error."""
-    row = "row" if leaf.task.config.process_docs is None else "document"  # which may leave rows out
-    return f"{leaf.name}: {row} {number + 1} of {_data_of(leaf.task.config)}"
-
-
-def _data_of(config: Any) -> str:
-    """Return the names of a task's data files, or of its data set, for an error."""
+    config = leaf.task.config
+    row = "row" if config.process_docs is None else "document"  # which may leave rows out
     files = (config.dataset_kwargs or {}).get("data_files", config.dataset_path)
-    split = config.test_split or config.validation_split
-    return str(files.get(split, files) if isinstance(files, Mapping) else files)
+    if isinstance(files, Mapping):
+        files = files.get(config.test_split or config.validation_split, files)
+    return f"{leaf.name}: {row} {number + 1} of {files}"
 
 
 def _metrics(leaf: Leaf, doc: Any, resps: Sequence[Any]) -> Iterator[tuple[str, float]]:

@@ -5,35 +5,44 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
-from evals import metrics
-from evals.base import Example, MissingData, Score, Task, TaskEnv, TaskError
+from evals.base import (
+    Example,
+    MissingData,
+    Score,
+    Task,
+    TaskEnv,
+    TaskError,
+    by_part,
+    each_once,
+    prompt_limit,
+)
 from evals.data import Row, Shape, Source, open_rows, require
-from evals.metrics.answers import splitter
+from evals.metrics.answers import (
+    CODE_SIM_BACKENDS,
+    classification,
+    code_sim,
+    count,
+    qa_f1,
+    qa_f1_zh,
+    retrieval,
+    retrieval_zh,
+    splitter,
+)
+from evals.metrics.rouge import rouge_l, rouge_zh
 
 HUB_REPO = "THUDM/LongBench"
+_ZIPS = ("LongBench/data.zip", "longbench/data.zip")
 PLACES = {  # subset -> glob patterns below the data root
-    "longbench": (
-        "longbench/{}.jsonl",
-        "LongBench/data/{}.jsonl",
-        "LongBench/data.zip",
-        "longbench/data.zip",
-    ),
-    "longbench_e": (
-        "longbench/{}_e.jsonl",
-        "LongBench/data/{}_e.jsonl",
-        "LongBench/data.zip",
-        "longbench/data.zip",
-    ),
+    "longbench": ("longbench/{}.jsonl", "LongBench/data/{}.jsonl", *_ZIPS),
+    "longbench_e": ("longbench/{}_e.jsonl", "LongBench/data/{}_e.jsonl", *_ZIPS),
     "minilongbench": ("minilongbench/{}.jsonl",),
 }
-# for a BOS, and for what the two halves of a cut prompt may grow by when they are tokenised again
-_SPARE_TOKENS = 16
 
 # of the leaderboard
 CATEGORIES = ("single_doc_qa", "multi_doc_qa", "summarization", "few_shot", "synthetic", "code")
@@ -43,9 +52,8 @@ class DataSet(NamedTuple):
     """Describe one of LongBench's data sets: how it is asked and how it is scored."""
 
     category: str
-    metric: str
+    metric: Callable[..., float]
     max_new_tokens: int
-    num_rows: int  # rows of the complete file
     prompt: str
     plain: bool  # no chat template, whatever the model
     first_line: bool  # only the output's first line is scored
@@ -54,30 +62,31 @@ class DataSet(NamedTuple):
 _PROMPTS: dict[str, str] = json.loads(
     Path(__file__).with_name("longbench_prompts.json").read_text(encoding="utf-8")
 )
+_ROWS = {"multifieldqa_en": 150, "lcc": 500, "repobench-p": 500}  # of the complete files; else 200
 _PLAIN = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
 _FIRST_LINE = ("trec", "triviaqa", "samsum", "lsht")
-_TABLE = {
-    "narrativeqa": ("single_doc_qa", "qa_f1", 128, 200),
-    "qasper": ("single_doc_qa", "qa_f1", 128, 200),
-    "multifieldqa_en": ("single_doc_qa", "qa_f1", 64, 150),
-    "hotpotqa": ("multi_doc_qa", "qa_f1", 32, 200),
-    "2wikimqa": ("multi_doc_qa", "qa_f1", 32, 200),
-    "musique": ("multi_doc_qa", "qa_f1", 32, 200),
-    "gov_report": ("summarization", "rouge_l", 512, 200),
-    "qmsum": ("summarization", "rouge_l", 512, 200),
-    "multi_news": ("summarization", "rouge_l", 512, 200),
-    "trec": ("few_shot", "classification", 64, 200),
-    "triviaqa": ("few_shot", "qa_f1", 32, 200),
-    "samsum": ("few_shot", "rouge_l", 128, 200),
-    "passage_count": ("synthetic", "count", 32, 200),
-    "passage_retrieval_en": ("synthetic", "retrieval", 32, 200),
-    "lcc": ("code", "code_sim", 64, 500),
-    "repobench-p": ("code", "code_sim", 64, 500),
-    "multifieldqa_zh": ("chinese", "qa_f1_zh", 64, 200),
-    "dureader": ("chinese", "rouge_zh", 128, 200),
-    "vcsum": ("chinese", "rouge_zh", 512, 200),
-    "lsht": ("chinese", "classification", 64, 200),
-    "passage_retrieval_zh": ("chinese", "retrieval_zh", 32, 200),
+_TABLE: dict[str, tuple[str, Callable[..., float], int]] = {
+    "narrativeqa": ("single_doc_qa", qa_f1, 128),
+    "qasper": ("single_doc_qa", qa_f1, 128),
+    "multifieldqa_en": ("single_doc_qa", qa_f1, 64),
+    "hotpotqa": ("multi_doc_qa", qa_f1, 32),
+    "2wikimqa": ("multi_doc_qa", qa_f1, 32),
+    "musique": ("multi_doc_qa", qa_f1, 32),
+    "gov_report": ("summarization", rouge_l, 512),
+    "qmsum": ("summarization", rouge_l, 512),
+    "multi_news": ("summarization", rouge_l, 512),
+    "trec": ("few_shot", classification, 64),
+    "triviaqa": ("few_shot", qa_f1, 32),
+    "samsum": ("few_shot", rouge_l, 128),
+    "passage_count": ("synthetic", count, 32),
+    "passage_retrieval_en": ("synthetic", retrieval, 32),
+    "lcc": ("code", code_sim, 64),
+    "repobench-p": ("code", code_sim, 64),
+    "multifieldqa_zh": ("chinese", qa_f1_zh, 64),
+    "dureader": ("chinese", rouge_zh, 128),
+    "vcsum": ("chinese", rouge_zh, 512),
+    "lsht": ("chinese", classification, 64),
+    "passage_retrieval_zh": ("chinese", retrieval_zh, 32),
 }
 DATASETS = {
     name: DataSet(
@@ -103,9 +112,10 @@ class LongBench(Task):
     """Ask LongBench's questions on long documents. An output is scored by the metric of its data
     set, as the best over the references."""
 
-    version: ClassVar[str] = "1"
-    seeded: ClassVar[bool] = False
-    metric: ClassVar[str] = "LongBench score"
+    version = "1"
+    seeded = False
+    metric = "LongBench score"
+    averaged = tuple(f"code_sim_{backend}" for backend in CODE_SIM_BACKENDS)
 
     datasets: str | Sequence[str] = "english"
     subset: str = "longbench"
@@ -113,23 +123,16 @@ class LongBench(Task):
     max_prompt_tokens: int | None = None
     code_sim: str = "levenshtein"
     revision: str = "5e628be450b7e67fb7ae6e201bd6d8f7056f7672"
-    _opened: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.subset not in PLACES:
             raise TaskError(f"subset={self.subset!r} is unknown: choose one of {', '.join(PLACES)}")
-        if self.code_sim not in metrics.CODE_SIM_BACKENDS:
+        if self.code_sim not in CODE_SIM_BACKENDS:
             raise TaskError(
-                f"code_sim={self.code_sim!r} is unknown: choose one of {', '.join(metrics.CODE_SIM_BACKENDS)}"
+                f"code_sim={self.code_sim!r} is unknown: choose one of {', '.join(CODE_SIM_BACKENDS)}"
             )
-        if self.samples is not None and self.samples < 1:
-            raise TaskError(
-                f"samples={self.samples} leaves nothing: give 1 or more, or null for all rows"
-            )
-        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 2:
-            raise TaskError(
-                f"max_prompt_tokens={self.max_prompt_tokens} is too small: give 2 or more, or null"
-            )
+        self._refuse_below("leaves nothing: give {} or more, or null for all rows", samples=1)
+        self._refuse_below("is too small: give {} or more, or null", max_prompt_tokens=2)
         self.names()
 
     def names(self) -> tuple[str, ...]:
@@ -138,13 +141,8 @@ class LongBench(Task):
         offered = self._offered
         if isinstance(self.datasets, str) and self.datasets in PRESETS:
             return tuple(name for name in PRESETS[self.datasets] if name in offered)
-        names = (
-            (self.datasets,)
-            if isinstance(self.datasets, str)
-            else tuple(dict.fromkeys(self.datasets))
-        )
-        wrong = [name for name in names if name not in offered]
-        if wrong or not names:
+        names = each_once(self.datasets)
+        if not names or not set(names) <= set(offered):
             raise TaskError(
                 f"datasets={self.datasets!r} is not what {self.subset} offers: "
                 f"choose {', '.join(PRESETS)}, or a list of {', '.join(offered)}"
@@ -159,11 +157,10 @@ class LongBench(Task):
         try:
             require(map(self._source, self.names()), data_root)
         except MissingData as error:
-            for subset in [name for name in PLACES if name != self.subset]:
-                files = [
-                    pattern.format(name) for pattern in PLACES[subset] for name in self.names()
-                ]
-                if data_root and any((data_root / file).is_file() for file in files):
+            for subset, patterns in PLACES.items():
+                files = (pattern.format(name) for pattern in patterns for name in self.names())
+                found = data_root and any((data_root / file).is_file() for file in files)
+                if found and subset != self.subset:
                     raise TaskError(
                         f"The data root {data_root} holds {subset} and not all of {self.subset}: set "
                         f"task.subset={subset}, or name a data root with {self.subset}."
@@ -171,14 +168,14 @@ class LongBench(Task):
             raise
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
-        if any(DATASETS[name].metric in ("qa_f1_zh", "rouge_zh") for name in self.names()):
+        if any(DATASETS[name].metric in (qa_f1_zh, rouge_zh) for name in self.names()):
             splitter()  # fail now rather than after hours of generation
         opened = {
             name: open_rows(self._source(name), env, self._shape(name)) for name in self.names()
         }
         for name, rows in opened.items():
             complete = (
-                {"published_rows": DATASETS[name].num_rows} if self.subset == "longbench" else {}
+                {"published_rows": _ROWS.get(name, 200)} if self.subset == "longbench" else {}
             )
             self._opened[name] = {**rows.provenance, **complete}
         ids: Counter[str] = Counter()
@@ -196,55 +193,36 @@ class LongBench(Task):
         if data_set.first_line:
             # newlines alone: an output that starts with " \n" is blank
             output = output.lstrip("\n").split("\n")[0]
-        if data_set.metric == "code_sim":
+        if data_set.metric is code_sim:
             by_backend = {
                 f"code_sim_{backend}": max(
-                    (metrics.code_sim(output, r, backend) for r in example.references), default=0
+                    (code_sim(output, r, backend) for r in example.references), default=0
                 )
-                for backend in metrics.CODE_SIM_BACKENDS
+                for backend in CODE_SIM_BACKENDS
             }
             return Score(by_backend[f"code_sim_{self.code_sim}"], by_backend)
-        if data_set.metric == "classification":
-            classes = example.data["all_classes"]
-            values = [metrics.classification(output, r, classes) for r in example.references]
-        else:
-            values = [getattr(metrics, data_set.metric)(output, r) for r in example.references]
-        return Score(max(values, default=0.0))
+        more = [example.data["all_classes"]] if data_set.metric is classification else []
+        scores = (data_set.metric(output, one, *more) for one in example.references)
+        return Score(max(scores, default=0.0))
 
-    def averages(
-        self, groups: Mapping[str, float], details: Mapping[str, float] | None = None
-    ) -> dict[str, float]:
-        """Return `mean` over data sets, as most papers do, and the mean of each category,
-        `avg_leaderboard` over the six categories, and code_sim over rows by each of its two
-        backends.
+    def averages_of(self, groups: Mapping[str, float]) -> dict[str, float]:
+        """Return the mean of each length class, preset and category, and `avg_leaderboard` over the
+        six categories.
 
         An average over a fixed list of data sets appears only where all of them were run."""
-        by_set: dict[str, list[float]] = {}
-        by_bucket: dict[str, list[float]] = {}
-        for group, value in groups.items():
-            name, _, bucket = group.partition("/")
-            by_set.setdefault(name, []).append(value)
-            by_bucket.setdefault(bucket, []).append(value)
-        sets = {name: fmean(values) for name, values in by_set.items()}
-        named = super().averages(groups)
-        named |= {f"mean_{bucket}": fmean(values) for bucket, values in by_bucket.items() if bucket}
-        named |= {
-            f"mean_{key}": fmean(map(sets.__getitem__, p))
-            for key, p in PRESETS.items()
-            if sets.keys() >= set(p)
-        }
+        sets = {name: fmean(values) for name, values in by_part(groups, 0).items()}
+        lists = {f"mean_{preset}": names for preset, names in PRESETS.items()}
         for category in CATEGORIES:
-            members = [name for name in self._offered if DATASETS[name].category == category]
+            lists[category] = tuple(
+                name for name in self._offered if DATASETS[name].category == category
+            )
+        named = {f"mean_{name}": fmean(values) for name, values in by_part(groups, 1).items()}
+        for name, members in lists.items():
             if sets.keys() >= set(members):
-                named[category] = fmean(map(sets.__getitem__, members))
+                named[name] = fmean(sets[member] for member in members)
         if sets.keys() >= set(ENGLISH):
             named["avg_leaderboard"] = fmean(named[category] for category in CATEGORIES)
-        return named | {
-            name: value for name, value in (details or {}).items() if name.startswith("code_sim_")
-        }
-
-    def provenance(self) -> dict[str, Any]:
-        return dict(self._opened)
+        return named
 
     def _source(self, name: str) -> Source:
         return Source(
@@ -259,34 +237,34 @@ class LongBench(Task):
     def _limit(self, data_set: DataSet, env: TaskEnv) -> int | None:
         """Return how many tokens a prompt may have before the chat template is put around it, as in
         the official runner; a longer one is cut. None: any number."""
-        if self.max_prompt_tokens is not None or env.window is None:
-            return self.max_prompt_tokens
-        template = env.text.count("", chat=not data_set.plain)
-        limit = env.window - data_set.max_new_tokens - template - _SPARE_TOKENS
-        if limit < 2:
-            raise TaskError(
-                f"the model's window of {env.window} tokens is too small for LongBench: take another model"
-            )
-        return limit
+        rest = data_set.max_new_tokens + env.text.count("", chat=not data_set.plain)
+        says = f"the model's window of {env.window} tokens is too small for LongBench: take another model"
+        return prompt_limit(env, self.max_prompt_tokens, rest, says)
 
     def _shape(self, name: str) -> Shape:
         """Return the fields that each row of data set `name` must have, as a shape
         (`evals.data.misfit`)."""
-        classes = "all_classes" if DATASETS[name].metric == "classification" else "all_classes?"
+        classes = "all_classes" if DATASETS[name].metric is classification else "all_classes?"
         length = "length" if self.subset == "longbench_e" else "length?"
-        known = {classes: ["text"], length: "a whole number", "_id?": "text or a whole number"}
         return {
             "context": "text",
             "input": "text",
             "answers": "a list of texts, not all blank",
-        } | known
+            classes: ["text"],
+            length: "a whole number",
+            "_id?": "text or a whole number",
+        }
 
     def _example(self, name: str, example_id: str, row: Row, limit: int | None) -> Example:
         data_set = DATASETS[name]
         head, tail = data_set.prompt.split("{context}")
+        group = name
+        if self.subset == "longbench_e":
+            length = row["length"]
+            group += "/0-4k" if length < 4000 else "/4-8k" if length < 8000 else "/8k+"
         return Example(
             id=example_id,
-            group=f"{name}/{_bucket(row)}" if self.subset == "longbench_e" else name,
+            group=group,
             context=head + row["context"],
             question=tail.replace("{input}", row["input"]),
             references=tuple(row["answers"]),
@@ -302,8 +280,3 @@ class LongBench(Task):
                 "all_classes": row.get("all_classes"),
             },
         )
-
-
-def _bucket(row: Row) -> str:
-    """Return the length class of a row of LongBench-E: "0-4k", "4-8k" or "8k+"."""
-    return "0-4k" if row["length"] < 4000 else "4-8k" if row["length"] < 8000 else "8k+"

@@ -5,22 +5,19 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar
 
-from evals.base import Example, Score, Task, TaskEnv, TaskError
-from evals.data import Row, Shape, Source, check, open_rows, require, value_of
+from evals.base import Example, Score, Task, TaskEnv, TaskError, prompt_limit
+from evals.data import Content, Row, Shape, Source, check, open_rows, require, value_of
 
 HUB_REPO = "zai-org/LongBench-v2"
 PLACES = ("LongBench-v2/data.json", "longbench_v2/data.json", "longbench_v2.json")
 LENGTHS = ("short", "medium", "long")  # to 32K words, to 128K, more
 SPLITS = ("easy", "hard", *LENGTHS)  # of the official result table, each over its rows
 MOST_TOKENS = 120_000  # of a prompt, in the official model2maxlen.json
-# for a BOS, and for what the two halves of a cut prompt may grow by when they are tokenised again
-_SPARE_TOKENS = 16
 _TEXTS = (
     "question",
     "choice_A",
@@ -60,10 +57,14 @@ class LongBenchV2(Task):
     The official chain of thought is two requests: `0shot_cot` brings the reasoning, and `0shot_cot_ans` asks for its
     letter without the document. The second run reads the outputs of the first, whose folder `reasoning` names."""
 
-    version: ClassVar[str] = "2"
-    seeded: ClassVar[bool] = False
-    metric: ClassVar[str] = "accuracy"
-    chance: ClassVar[float | None] = 0.25
+    version = "2"
+    seeded = False
+    metric = "accuracy"
+    chance = 0.25
+    averaged = (
+        *SPLITS,
+        "extracted_share",
+    )  # the accuracy of each split, and the letters that could be read
 
     prompt: str = "0shot"
     reasoning: str | None = None
@@ -71,7 +72,6 @@ class LongBenchV2(Task):
     samples: int | None = None
     max_prompt_tokens: int | None = None
     revision: str = "2b48e494f2c7a2f0af81aae178e05c7e1dde0fe9"
-    _opened: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.prompt not in PROMPTS:
@@ -85,9 +85,8 @@ class LongBenchV2(Task):
             )
         if not self.lengths or set(self.lengths) - set(LENGTHS):
             raise TaskError(f"task.lengths={self.lengths} must be a list of {', '.join(LENGTHS)}")
-        for key, least in (("samples", 1), ("max_prompt_tokens", 2)):
-            if (value := getattr(self, key)) is not None and value < least:
-                raise TaskError(f"task.{key}={value} leaves nothing: give {least} or more, or null")
+        says = "leaves nothing: give {} or more, or null"
+        self._refuse_below(says, samples=1, max_prompt_tokens=2)
 
     def require(self, data_root: Path | None) -> None:
         require([self._source], data_root)
@@ -103,11 +102,12 @@ class LongBenchV2(Task):
                     f"{place} has {key}={row[key]!r}, not {' or '.join(legal)}: correct it, or drop the row"
                 )
         for row in [row for row in opened.rows if row["length"] in self.lengths][: self.samples]:
-            if reasoning is not None and str(row["_id"]) not in reasoning:
+            thought = reasoning.get(str(row["_id"]))
+            if thought is None and self.reasoning is not None:
                 raise TaskError(
                     f"{self.reasoning} has no output for {row['_id']}: finish that run first"
                 )
-            yield self._example(row, None if reasoning is None else reasoning[str(row["_id"])], env)
+            yield self._example(row, thought, env)
 
     def score(self, example: Example, output: str) -> Score:
         letter = extract(output)
@@ -116,20 +116,6 @@ class LongBenchV2(Task):
         return Score(
             value, parts | {"extracted_share": float(letter is not None), "answer": letter or ""}
         )
-
-    def averages(
-        self, groups: Mapping[str, float], details: Mapping[str, float] | None = None
-    ) -> dict[str, float]:
-        """Return `mean` over all rows, the accuracy over the rows of each official split that was asked, and the
-        share of outputs with a letter that could be read."""
-        return super().averages(groups) | {
-            name: details[name]
-            for name in (*SPLITS, "extracted_share")
-            if details and name in details
-        }
-
-    def provenance(self) -> dict[str, Any]:
-        return dict(self._opened)
 
     @property
     def _source(self) -> Source:
@@ -141,14 +127,10 @@ class LongBenchV2(Task):
             hub_revision=self.revision,
         )
 
-    @property
-    def _answer_tokens(self) -> int:
-        return 1024 if self.prompt == "0shot_cot" else 128
-
-    def _reasoning(self) -> dict[str, str] | None:
-        """Return the outputs of the run in `reasoning` by the ids of its examples; None without one."""
+    def _reasoning(self) -> dict[str, str]:
+        """Return the outputs of the run in `reasoning` by the ids of its examples; none without one."""
         if self.reasoning is None:
-            return None
+            return {}
         path = Path(self.reasoning).expanduser() / "examples.jsonl"
         try:
             data = path.read_bytes()
@@ -156,52 +138,43 @@ class LongBenchV2(Task):
             raise TaskError(
                 f"task.reasoning={self.reasoning} is no folder of a run ({error}): name one"
             ) from error
-        lines = [
-            value_of(line, {"id": "text"}, f"{path}") for line in data.split(b"\n") if line.strip()
-        ]
-        self._opened["reasoning"] = {
-            "origin": str(path),
-            "sha256": hashlib.sha256(data).hexdigest(),
-        }
-        for line in lines:
-            check(line, {"output": "text"}, f"{path}: {line['id']}")
-        return {line["id"]: line["output"].strip() for line in lines}
+        self._opened["reasoning"] = Content(
+            data, str(path), hashlib.sha256(data).hexdigest()
+        ).provenance
+        outputs = {}
+        for line in filter(bytes.strip, data.split(b"\n")):
+            record = value_of(line, {"id": "text"}, f"{path}")
+            check(record, {"output": "text"}, f"{path}: {record['id']}")
+            outputs[record["id"]] = record["output"].strip()
+        return outputs
 
     def _example(self, row: Row, reasoning: str | None, env: TaskEnv) -> Example:
         head, document, tail = PROMPTS[self.prompt].partition("$DOC$")
         if not document:  # nothing stands before the question
             head, tail = head + tail, ""
         context = _filled(head + document, row)
+        answer_tokens = 1024 if self.prompt == "0shot_cot" else 128
+        says = (
+            f"the model's window of {env.window} tokens is too small for LongBench v2: take another"
+        )
+        rest = answer_tokens + env.text.count("")
+        limit = prompt_limit(env, self.max_prompt_tokens, rest, says)
+        if self.max_prompt_tokens is None:
+            limit = min(limit or MOST_TOKENS, MOST_TOKENS)
         return Example(
             id=str(row["_id"]),
             group="longbench_v2",
             context=context if reasoning is None else context.replace("$COT$", reasoning),
             question=_filled(tail, row),
             references=(row["answer"],),
-            max_new_tokens=self._answer_tokens,
-            max_prompt_tokens=self._limit(env),
+            max_new_tokens=answer_tokens,
+            max_prompt_tokens=limit,
             data={
                 key: row[key]
                 for key in ("difficulty", "length", "domain")
                 if row.get(key) is not None
             },
         )
-
-    def _limit(self, env: TaskEnv) -> int:
-        """Return how many tokens a prompt may have before the chat template is put around it; of a longer one the
-        first and the last half of so many stay."""
-        if self.max_prompt_tokens is not None:
-            return self.max_prompt_tokens
-        if env.window is None:
-            return MOST_TOKENS
-        limit = min(
-            MOST_TOKENS, env.window - self._answer_tokens - env.text.count("") - _SPARE_TOKENS
-        )
-        if limit < 2:
-            raise TaskError(
-                f"the model's window of {env.window} tokens is too small for LongBench v2: take another"
-            )
-        return limit
 
 
 def extract(output: str) -> str | None:

@@ -18,13 +18,13 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
-from evals.base import Example, Score, Task, TaskEnv, TaskError
+from evals.base import Example, Score, Task, TaskEnv, TaskError, each_once
 from evals.data import Source, open_rows, require
 
 FIELDS = {"problem": "text that is not blank", "answer": "text that is not blank or a whole number"}
@@ -83,15 +83,15 @@ class Mathematics(Task):
     """Ask the problems of one or several sets (SETS), each with the words of `prompt` around it. An answer is
     right if its last box holds the value of the set's answer (`judge`)."""
 
-    version: ClassVar[str] = "2"
-    seeded: ClassVar[bool] = False
-    metric: ClassVar[str] = "accuracy"
+    version = "2"
+    seeded = False
+    metric = "accuracy"
+    averaged = ("boxed_share",)
 
     sets: str | Sequence[str] = "math500"
     prompt: str = "boxed"
     samples: int | None = None
     max_new_tokens: int | None = None
-    _opened: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in self.names():
@@ -103,13 +103,12 @@ class Mathematics(Task):
             raise TaskError(
                 f"task.prompt={self.prompt} is unknown: choose one of {', '.join(PROMPTS)}"
             )
-        for key in ("samples", "max_new_tokens"):
-            if (value := getattr(self, key)) is not None and value < 1:
-                raise TaskError(f"task.{key}={value} leaves nothing: give 1 or more, or null")
+        says = "leaves nothing: give {} or more, or null"
+        self._refuse_below(says, samples=1, max_new_tokens=1)
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the chosen sets, each once."""
-        return tuple(dict.fromkeys([self.sets] if isinstance(self.sets, str) else self.sets))
+        return each_once(self.sets)
 
     def require(self, data_root: Path | None) -> None:
         _require_math_verify()
@@ -137,18 +136,9 @@ class Mathematics(Task):
             float(right), {"boxed_share": float(last_box(output) is not None), "answer": answer}
         )
 
-    def averages(
-        self, groups: Mapping[str, float], details: Mapping[str, float] | None = None
-    ) -> dict[str, float]:
-        """Return `mean`, and `boxed_share`, the share of outputs with an answer in a box."""
-        return super().averages(groups) | {
-            name: details[name] for name in ("boxed_share",) if details and name in details
-        }
-
     def provenance(self) -> dict[str, Any]:
-        return dict(self._opened) | (
-            {"math_verify": version("math-verify")} if has_math_verify() else {}
-        )
+        judge = {"math_verify": version("math-verify")} if has_math_verify() else {}
+        return super().provenance() | judge
 
 
 def judge(right: str, output: str) -> tuple[bool, str]:
@@ -165,15 +155,8 @@ def judge(right: str, output: str) -> tuple[bool, str]:
         code = "import json, sys; from evals.mathematics import judge; print(json.dumps(judge(*json.load(sys.stdin))))"
         asked, paths = json.dumps([right, output]), {"PYTHONPATH": os.pathsep.join(sys.path)}
         words = [sys.executable, "-c", code]
-        ran = subprocess.run(
-            words,
-            input=asked,
-            env=os.environ | paths,
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-        is_right, answer = json.loads(ran.stdout)
+        told = subprocess.check_output(words, input=asked, env=os.environ | paths, text=True)
+        is_right, answer = json.loads(told)
         return is_right, answer
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 

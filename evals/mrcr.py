@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import Any
 
-from evals.base import Example, Score, Task, TaskEnv, TaskError
+from evals.base import SPARE_TOKENS, Example, Score, Task, TaskEnv, TaskError, by_part
 from evals.data import Shape, Source, open_rows, require, value_of
 
 HUB_REPO = "openai/mrcr"
@@ -27,7 +27,6 @@ _ROW: Shape = {
 _MESSAGES: Shape = [{"role": "text", "content": "text"}, ...]
 # of a token at most, in English prose: longer rows are left out without counting their tokens
 _CHARACTERS = 8
-_SPARE_TOKENS = 16  # for a BOS and the like
 
 
 @dataclass(frozen=True)
@@ -36,46 +35,43 @@ class Mrcr(Task):
     is the dataset card's (`grade`). Rows that do not fit the model's window with an answer are left out, and groups
     are the card's bins; both by the tokens of the model's own tokenizer, where the card counts o200k's."""
 
-    version: ClassVar[str] = "1"
-    seeded: ClassVar[bool] = False
-    metric: ClassVar[str] = "MRCR score"
+    version = "1"
+    seeded = False
+    metric = "MRCR score"
+    averaged = ("prepended_share",)
 
     needles: Sequence[int] = NEEDLES
     longest: int | None = None
     samples: int | None = None
     max_new_tokens: int = 2048
     revision: str = "f4c69fae7cf81f7ca26b9fee34b392a50f6b8a1d"
-    _opened: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.needles or set(self.needles) - set(NEEDLES):
             raise TaskError(
                 f"task.needles={self.needles} must be a list of {', '.join(map(str, NEEDLES))}"
             )
-        for key in ("longest", "samples", "max_new_tokens"):
-            if (value := getattr(self, key)) is not None and value < 1:
-                raise TaskError(f"task.{key}={value} leaves nothing: give 1 or more")
+        self._refuse_below(
+            "leaves nothing: give {} or more", longest=1, samples=1, max_new_tokens=1
+        )
 
     def require(self, data_root: Path | None) -> None:
-        require(
-            [source for needles in self.needles for source in self._sources(needles)], data_root
-        )
+        require(self._sources, data_root)
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         groups = Counter[str]()
-        for needles in self.needles:
-            for source in self._sources(needles):
-                opened, fitting = open_rows(source, env, _ROW), 0
-                for index, row in enumerate(opened.rows):
-                    place = f"{source.name}: row {index + 1} of {opened.origin}"
-                    example = self._example(row, f"{source.name}-{index}", place, needles, env)
-                    if example is None:
-                        continue
-                    fitting += 1
-                    groups[example.group] += 1
-                    if self.samples is None or groups[example.group] <= self.samples:
-                        yield example
-                self._opened[source.name] = opened.provenance | {"fitting_rows": fitting}
+        for source in self._sources:
+            opened, fitting = open_rows(source, env, _ROW), 0
+            for index, row in enumerate(opened.rows):
+                place = f"{source.name}: row {index + 1} of {opened.origin}"
+                example = self._example(row, f"{source.name}-{index}", place, env)
+                if example is None:
+                    continue
+                fitting += 1
+                groups[example.group] += 1
+                if self.samples is None or groups[example.group] <= self.samples:
+                    yield example
+            self._opened[source.name] = opened.provenance | {"fitting_rows": fitting}
         if not groups:
             raise TaskError(
                 f"no row of MRCR fits {self._limit(env)} tokens with an answer of task.max_new_tokens="
@@ -88,25 +84,13 @@ class Mrcr(Task):
         share = float(output.startswith(prepended))
         return Score(grade(output, example.references[0], prepended), {"prepended_share": share})
 
-    def averages(
-        self, groups: Mapping[str, float], details: Mapping[str, float] | None = None
-    ) -> dict[str, float]:
-        """Return `mean` over all groups (numbers of needles x bins), the mean over the bins of each number of needles,
-        and the share of outputs that begin with the string that was asked for."""
-        named = super().averages(groups)
-        for name in dict.fromkeys(group.partition("/")[0] for group in groups):
-            named[name] = fmean(
-                value for group, value in groups.items() if group.startswith(f"{name}/")
-            )
-        return named | {
-            name: details[name] for name in ("prepended_share",) if details and name in details
-        }
+    def averages_of(self, groups: Mapping[str, float]) -> dict[str, float]:
+        """Return the mean over the bins of each number of needles."""
+        return {name: fmean(values) for name, values in by_part(groups, 0).items()}
 
-    def provenance(self) -> dict[str, Any]:
-        return dict(self._opened)
-
-    def _sources(self, needles: int) -> list[Source]:
-        files = [f"{needles}needle/{needles}needle_{part}.parquet" for part in (0, 1)]
+    @property
+    def _sources(self) -> list[Source]:
+        files = [f"{n}needle/{n}needle_{part}.parquet" for n in self.needles for part in (0, 1)]
         return [
             Source(
                 name=Path(file).stem,
@@ -123,7 +107,7 @@ class Mrcr(Task):
         return min(filter(None, (self.longest, env.window)), default=EDGES[-1])
 
     def _example(
-        self, row: Mapping[str, Any], example_id: str, place: str, needles: int, env: TaskEnv
+        self, row: Mapping[str, Any], example_id: str, place: str, env: TaskEnv
     ) -> Example | None:
         """Return the example of a row, or None if it is too long. `place` names the row in errors."""
         limit = self._limit(env)
@@ -140,11 +124,12 @@ class Mrcr(Task):
             )
         *earlier, asked = (message["content"] for message in messages)
         tokens = env.text.count(asked, system=system, earlier=earlier)
-        if tokens + self.max_new_tokens + _SPARE_TOKENS > limit:
+        if tokens + self.max_new_tokens + SPARE_TOKENS > limit:
             return None
+        needles, _, _ = example_id.partition("_")
         return Example(
             id=example_id,
-            group=f"{needles}needle/{bin_of(tokens + len(env.text.encode(row['answer'])))}",
+            group=f"{needles}/{bin_of(tokens + len(env.text.encode(row['answer'])))}",
             context="",
             question=asked,
             system=system,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -30,8 +29,7 @@ class Planted(NamedTuple):
     answers: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Needle:
+class Needle(NamedTuple):
     """Define one kind of needle: `plant` draws one, and `score` rates an output against its
     answers."""
 
@@ -64,26 +62,17 @@ def leading_digits(answers: Sequence[str], output: str) -> dict[str, float]:
     """
     if not answers or not all(answer.isdecimal() for answer in answers):
         return {}
-    numbers = set(re.findall(r"\d+", output))
+    numbers = {"", *re.findall(r"\d+", output)}
     right = [
-        max((_shared_start(answer, number) for number in numbers), default=0) for answer in answers
+        max(
+            size
+            for size in range(len(answer) + 1)
+            if any(number.startswith(answer[:size]) for number in numbers)
+        )
+        for answer in answers
     ]
     shares = [count / len(answer) for count, answer in zip(right, answers, strict=True)]
     return {"leading_digits": fmean(right), "leading_digits_share": fmean(shares)}
-
-
-def _shared_start(a: str, b: str) -> int:
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
-
-
-def scored_digits(details: Mapping[str, float] | None) -> dict[str, float]:
-    """Return `leading_digits_share` alone from the mean details of a run, for a task's averages;
-    nothing where answers are not numbers."""
-    return {
-        name: value for name, value in (details or {}).items() if name == "leading_digits_share"
-    }
 
 
 def word_overlap(answers: Sequence[str], output: str) -> Score:
@@ -100,13 +89,9 @@ def word_overlap(answers: Sequence[str], output: str) -> Score:
 
 
 def _sandwich(rng: random.Random) -> Planted:
-    place = "the best thing to do in San Francisco"
-    return Planted(
-        f"\nThe best thing to do in San Francisco is {SANDWICH}\n",
-        f"What is {place}?",
-        place,
-        (SANDWICH,),
-    )
+    topic = "the best thing to do in San Francisco"
+    text = f"\nThe best thing to do in San Francisco is {SANDWICH}\n"
+    return Planted(text, f"What is {topic}?", topic, (SANDWICH,))
 
 
 def _magic_city(rng: random.Random) -> Planted:
@@ -118,23 +103,15 @@ def _magic_city(rng: random.Random) -> Planted:
 def magic_number(city: str, number: int) -> Planted:
     """Return the needle that states `number` as the special magic number of `city`."""
     topic = f"the special magic {city} number"
-    return Planted(
-        f"\nThe special magic {city} number is: {number}\n",
-        f"What is {topic}?",
-        topic,
-        (str(number),),
-    )
+    text = f"\nThe special magic {city} number is: {number}\n"
+    return Planted(text, f"What is {topic}?", topic, (str(number),))
 
 
 def _passkey(rng: random.Random) -> Planted:
     """Draw a needle that states a five-digit number twice, as Quest does."""
     number = str(rng.randrange(10_000, 50_000))
-    return Planted(
-        f"\nThe pass key is {number}. Remember it. {number} is the pass key.\n",
-        "What is the pass key?",
-        "the pass key",
-        (number,),
-    )
+    text = f"\nThe pass key is {number}. Remember it. {number} is the pass key.\n"
+    return Planted(text, "What is the pass key?", "the pass key", (number,))
 
 
 NEEDLES = {

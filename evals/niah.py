@@ -8,13 +8,15 @@ papers."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from itertools import product
+from typing import Any
 
 from evals import haystack as texts
 from evals.base import Example, Score, Task, TaskEnv, TaskError
-from evals.needles import NEEDLES, Needle, Planted, scored_digits
+from evals.needles import NEEDLES
 
 PUNCTUATION = (".", "!", "?")
 
@@ -24,8 +26,9 @@ class Niah(Task):
     """Hide one needle at each length and depth. `depths` is their number, evenly from 0 to 100 %,
     or a list of percents; `rounds` says how often, each time with a new needle and text."""
 
-    version: ClassVar[str] = "1"
-    metric: ClassVar[str] = "needle found"
+    version = "1"
+    metric = "needle found"
+    averaged = ("leading_digits_share",)
 
     lengths: Sequence[int] = (512, 1024, 2048)
     depths: int | Sequence[float] = 5
@@ -77,65 +80,57 @@ class Niah(Task):
         text = texts.load(self.haystack, env)
         tokens = filler(text, 2 * max(self.lengths), env)
         ends = _sentence_ends(tokens, env)
-        for length in self.lengths:
-            for depth in self.percents:
-                for turn in range(self.rounds):
-                    rng = random.Random(f"{env.seed}/{length}/{depth}/{turn}")
-                    planted = NEEDLES[self.needle].plant(rng)
-                    start = 0 if turn == 0 else ends[rng.randrange(max(1, len(ends) // 2))]
-                    yield self._example(env, tokens[start:], planted, length, depth, turn, text)
+        for length, depth, turn in product(self.lengths, self.percents, range(self.rounds)):
+            rng = random.Random(f"{env.seed}/{length}/{depth}/{turn}")
+            planted = NEEDLES[self.needle].plant(rng)
+            start = 0 if turn == 0 else ends[rng.randrange(max(1, len(ends) // 2))]
+            before, _, after = self.template.partition("{context}")
+            question = after.replace("{question}", planted.question)
+            prefix = self.prefix.replace("{topic}", planted.topic)
+            frame = self.buffer
+            if frame is None:
+                frame = env.text.count(before + question, prefix, system=self.system)
+            needle = env.text.encode(planted.text)
+            hide = partial(self._hide, env, tokens[start:], needle, length, depth)
+            context, at = hide(frame)
+            if self.buffer is None:  # pieces tokenised apart may join into a token more or less
+                user = before + context + question
+                over = env.text.count(user, prefix, system=self.system) - length
+                if over > 0:
+                    context, at = hide(frame + over)
+            yield Example(
+                id=f"{self.needle}/{length}/{depth:g}/{turn}",
+                group=f"{self.needle}/{length}",
+                context=before + context,
+                question=question,
+                prefix=prefix,
+                system=self.system,
+                references=planted.answers,
+                max_new_tokens=self.max_new_tokens,
+                data={
+                    "length": length,
+                    "depth": depth,
+                    "needle": planted.text.strip(),
+                    "needle_token": at,
+                    "haystack": text.name,
+                    "haystack_sha256": text.sha256,
+                },
+            )
 
-    def _example(
+    def _hide(
         self,
         env: TaskEnv,
         tokens: Sequence[int],
-        planted: Planted,
+        needle: list[int],
         length: int,
         depth: float,
-        turn: int,
-        text: texts.Haystack,
-    ) -> Example:
-        before, _, after = self.template.partition("{context}")
-        question = after.replace("{question}", planted.question)
-        prefix = self.prefix.replace("{topic}", planted.topic)
-        context, at = self._context(env, tokens, planted, length, depth)
-        if self.buffer is None:  # pieces tokenised apart may join into a token more or less
-            over = env.text.count(before + context + question, prefix, system=self.system) - length
-            if over > 0:
-                context, at = self._context(env, tokens, planted, length, depth, over)
-        return Example(
-            id=f"{self.needle}/{length}/{depth:g}/{turn}",
-            group=f"{self.needle}/{length}",
-            context=before + context,
-            question=question,
-            prefix=prefix,
-            system=self.system,
-            references=planted.answers,
-            max_new_tokens=self.max_new_tokens,
-            data={
-                "length": length,
-                "depth": depth,
-                "needle": planted.text.strip(),
-                "needle_token": at,
-                "haystack": text.name,
-                "haystack_sha256": text.sha256,
-            },
-        )
-
-    def _context(
-        self,
-        env: TaskEnv,
-        tokens: Sequence[int],
-        planted: Planted,
-        length: int,
-        depth: float,
-        over: int = 0,
+        frame: int,
     ) -> tuple[str, int]:
-        """Return the haystack with its needle at `depth` percent, and the number of the token
-        before which the needle went in. `length`: tokens of the whole prompt, for which `tokens`
-        are cut, by `over` more. Raises `TaskError` where there is too little room."""
-        needle = env.text.encode(planted.text)
-        room = length - over - self._frame(env, planted) - len(needle)
+        """Return the haystack, cut from `tokens`, with its needle at `depth` percent, and the number
+        of the token before which the needle went in. `length`: tokens of the whole prompt, of which
+        `frame` are kept free for everything else. Raises `TaskError` where there is too little
+        room."""
+        room = length - frame - len(needle)
         if room < 16:
             raise TaskError(
                 f"task.lengths={length} leaves {max(0, room)} tokens for the haystack beside the template and the "
@@ -145,24 +140,8 @@ class Niah(Task):
         at = len(hay) if depth >= 100 else boundary(hay, int(len(hay) * depth / 100), env)
         return env.text.decode(hay[:at] + needle + hay[at:]), at
 
-    def _frame(self, env: TaskEnv, planted: Planted) -> int:
-        """Return how many tokens of the length are kept free for everything but haystack and
-        needle: `buffer`, or as many as template, question and prefix need."""
-        if self.buffer is not None:
-            return self.buffer
-        user = self.template.replace("{context}", "").replace("{question}", planted.question)
-        return env.text.count(
-            user, self.prefix.replace("{topic}", planted.topic), system=self.system
-        )
-
     def score(self, example: Example, output: str) -> Score:
-        needle: Needle = NEEDLES[self.needle]
-        return needle.score(example.references, output)
-
-    def averages(
-        self, groups: Mapping[str, float], details: Mapping[str, float] | None = None
-    ) -> dict[str, float]:
-        return super().averages(groups) | scored_digits(details)
+        return NEEDLES[self.needle].score(example.references, output)
 
     def provenance(self) -> dict[str, Any]:
         return {"haystack": self.haystack, "splitter": "token ending in . ! or ?"}

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
 
 from evals.base import Example, Score, Task, TaskEnv, TaskError, TextTools
 from evals.data import Content, Source, open_content, require, rows_of, text_of
@@ -28,17 +27,16 @@ class WikiText2(Task):
     within one window's length count as one. A rest that fills no window is left out. A score must
     lie between 0 and 1, and is exp(-nll); tables show perplexity."""
 
-    version: ClassVar[str] = "3"
-    seeded: ClassVar[bool] = False
-    metric: ClassVar[str] = "perplexity"
-    chance: ClassVar[float | None] = None
+    version = "3"
+    seeded = False
+    metric = "perplexity"
+    chance = None
 
     window: int = 2048
     scored: int = 512
     stride: int | None = None
     samples: int | None = None
     revision: str = "b08601e04326c79dfdd32d625aee71d232d685c3"
-    _opened: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not 1 <= self.scored < self.window:
@@ -49,10 +47,7 @@ class WikiText2(Task):
             raise TaskError(
                 f"stride={self.stride} scores tokens twice: set it to scored={self.scored} or more, or null"
             )
-        if self.samples is not None and self.samples < 1:
-            raise TaskError(
-                f"samples={self.samples} leaves nothing: give 1 or more, or null for the whole text"
-            )
+        self._refuse_below("leaves nothing: give {} or more, or null for the whole text", samples=1)
 
     def require(self, data_root: Path | None) -> None:
         require([self._source()], data_root)
@@ -90,27 +85,14 @@ class WikiText2(Task):
             )
 
     def score(self, example: Example, output: str) -> Score:
-        try:
-            nll = float(output)
-        except ValueError:
-            nll = math.nan
-        if not 0 <= nll < math.inf:
-            raise TaskError(
-                f"{example.id}: output {output[:40]!r} is no mean negative log-likelihood: feed the reference by force"
-            )
-        return Score(math.exp(-nll), {"nll": nll})
+        return likelihood(output)
 
     def averages(
         self, groups: Mapping[str, float], details: Mapping[str, float] | None = None
     ) -> dict[str, float]:
         """Return `mean` over windows, and the `perplexity` of all windows together, as papers state
         it."""
-        return super().averages(groups) | (
-            {"perplexity": math.exp(details["nll"])} if details else {}
-        )
-
-    def provenance(self) -> dict[str, Any]:
-        return dict(self._opened)
+        return super().averages(groups) | perplexity(details)
 
     def _source(self) -> Source:
         return Source(
@@ -124,6 +106,18 @@ class WikiText2(Task):
             hub_file="wikitext-2-raw-v1/test-00000-of-00001.parquet",
             hub_revision=self.revision,
         )
+
+
+def likelihood(output: str) -> Score:
+    """Score a reference that was fed by force by its likelihood per token."""
+    nll = float(output)
+    return Score(math.exp(-nll), {"nll": nll})
+
+
+def perplexity(details: Mapping[str, float] | None) -> dict[str, float]:
+    """Return the perplexity of all references together, from the mean details of `likelihood`; nothing
+    where no reference was fed by force."""
+    return {"perplexity": math.exp(details["nll"])} if details and "nll" in details else {}
 
 
 def _text(content: Content) -> str:

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,16 +38,14 @@ DENSE = 20
 EXACT = 200
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(NamedTuple):
     """Hold the two ends of a confidence interval."""
 
     low: float
     high: float
 
 
-@dataclass(frozen=True, slots=True)
-class Paired:
+class Paired(NamedTuple):
     """Hold the comparison of a method with a baseline on the same examples: the difference of their
     means, its 95 % interval, and the p-value of no difference."""
 
@@ -156,13 +155,14 @@ class _Sample:
         return Interval(-self.mirrored._upper(level, pivot), self._upper(level, pivot))
 
     def _upper(self, level: float, pivot: float | None) -> float:
-        start, stop = self.mean, self.high
+        known = tuple(self.values.tolist()), tuple(self.weights.tolist()), self.high, level
+        start = self.mean
         if pivot is not None and start < pivot:
             if self.upper_p(pivot) < level:
-                end = bounded.upper_end(self.values, self.weights, self.high, level, (start, pivot))
+                end = bounded.upper_end(*known, (start, pivot))
                 return min(end, math.nextafter(pivot, -math.inf))
             start = pivot
-        return bounded.upper_end(self.values, self.weights, self.high, level, (start, stop))
+        return bounded.upper_end(*known, (start, self.high))
 
 
 def _differences(
@@ -212,8 +212,7 @@ def _span(values: Floats) -> tuple[float, float]:
     return low - (high - low) / 2, high + (high - low) / 2
 
 
-@dataclass(frozen=True, slots=True)
-class Shift:
+class Shift(NamedTuple):
     """Hold by how much a method's costs exceed a baseline's on the same units."""
 
     n: int  # units
@@ -234,71 +233,42 @@ def shift(costs: Sequence[float], baseline: Sequence[float], units: Units = None
         raise ValueError(
             f"{len(costs)} costs against {len(baseline)}: give each example one of both, and one at least"
         )
-    differences = _unit_means(
-        np.asarray(costs, dtype=float) - np.asarray(baseline, dtype=float), units
-    )
+    differences: Floats = np.asarray(costs, dtype=float) - np.asarray(baseline, dtype=float)
+    if units is not None:
+        _, which = np.unique(np.asarray(units), return_inverse=True)
+        differences = np.bincount(which, differences) / np.bincount(which)
     if not np.isfinite(differences).all():
         raise ValueError("a cost is not finite: leave its example out")
-    size, means = len(differences), _pair_means(differences)
+    # The means of all pairs of differences, those of one with itself included (Walsh averages). The
+    # number of them above x is the signed-rank statistic of the differences less x.
+    size = len(differences)
+    first, second = np.triu_indices(size)
+    means = np.sort((differences[first] + differences[second]) / 2)
+    distribution = _distribution(size)
     fewer = min(int((means <= 0).sum()), int((means >= 0).sum()))
-    p = min(1.0, 2 * _at_most(fewer, size))
+    # the shifts that the test does not refute lie between two of the means, unless there are too few
+    most = int(np.searchsorted(distribution, ALPHA / 2))
     return Shift(
-        size, float(differences.mean()), float(np.median(means)), _shift_interval(means, size), p
+        n=size,
+        mean=float(differences.mean()),
+        diff=float(np.median(means)),
+        ci=Interval(float(means[most - 1]), float(means[-most])) if most else None,
+        p=min(1.0, 2 * float(distribution[fewer])),
     )
 
 
-def _unit_means(values: Floats, units: Units) -> Floats:
-    if units is None:
-        return values
-    _, which = np.unique(np.asarray(units), return_inverse=True)
-    means: Floats = np.bincount(which, values) / np.bincount(which)
-    return means
-
-
-def _pair_means(values: Floats) -> Floats:
-    """Return the means of all pairs of values, those of a value with itself included, in ascending
-    order (Walsh averages). The number of them above x is the signed-rank statistic of the values
-    less x."""
-    first, second = np.triu_indices(len(values))
-    return np.sort((values[first] + values[second]) / 2)
-
-
-def _shift_interval(means: Floats, size: int) -> Interval | None:
-    """Return the interval of the shifts that the signed-rank test does not refute, None if there
-    are too few units. `means`: the sorted means of all pairs (`_pair_means`); the interval ends at
-    two of them. `size`: the number of units."""
-    # here, because a bare GPU machine, whose tests import this module, has none
-    from scipy import special
-
-    if size <= EXACT:
-        most = int(np.searchsorted(_distribution(size), ALPHA / 2))
-    else:
-        mean, deviation = _moments(size)
-        most = math.ceil(mean - 0.5 + deviation * special.ndtri(ALPHA / 2))
-    return Interval(float(means[most - 1]), float(means[-most])) if most else None
-
-
-def _at_most(count: int, size: int) -> float:
-    """Return the probability that the signed-rank statistic of `size` differences is at most
-    `count` if each difference is positive or negative with probability 1/2."""
-    # here, because a bare GPU machine, whose tests import this module, has none
-    from scipy import special
-
-    if size <= EXACT:
-        return float(_distribution(size)[count])
-    mean, deviation = _moments(size)
-    return float(special.ndtr((count + 0.5 - mean) / deviation))
-
-
-def _moments(size: int) -> tuple[float, float]:
-    """Return mean and standard deviation of the signed-rank statistic of `size` differences."""
-    return size * (size + 1) / 4, math.sqrt(size * (size + 1) * (2 * size + 1) / 24)
-
-
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4)
 def _distribution(size: int) -> Floats:
     """Return P(signed-rank statistic <= w) for each w, where every rank from 1 to `size` has either
     sign with probability 1/2."""
+    if size > EXACT:
+        # here, because a bare GPU machine, whose tests import this module, has none
+        from scipy import special
+
+        counts = np.arange(size * (size + 1) // 2 + 1)
+        deviation = math.sqrt(size * (size + 1) * (2 * size + 1) / 24)
+        normal: Floats = special.ndtr((counts + 0.5 - size * (size + 1) / 4) / deviation)
+        return normal
     shares = np.ones(1)
     for rank in range(1, size + 1):
         apart = np.zeros(rank)

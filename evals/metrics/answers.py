@@ -90,10 +90,8 @@ def _words(text: str) -> list[str]:
 
 
 def _words_zh(text: str) -> list[str]:
-    cleaned = (
-        word.lower().translate(ASCII_PUNCTUATION).translate(CHINESE_PUNCTUATION)
-        for word in cut(text)
-    )
+    punctuation = ASCII_PUNCTUATION | CHINESE_PUNCTUATION
+    cleaned = (word.lower().translate(punctuation) for word in cut(text))
     return [word for word in ("".join(word.split()) for word in cleaned) if word]
 
 
@@ -117,9 +115,7 @@ def code_sim(prediction: str, reference: str, backend: str = "levenshtein") -> f
     1.0
     """
     lines = prediction.lstrip("\n").split("\n")
-    line = next(
-        (line for line in lines if "`" not in line and "#" not in line and "//" not in line), ""
-    )
+    line = next((line for line in lines if not re.search("[`#]|//", line)), "")
     if backend == "difflib":
         ratio = 100 * difflib.SequenceMatcher(None, line, reference).ratio()
     else:

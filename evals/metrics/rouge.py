@@ -43,12 +43,11 @@ def _score(prediction: str, reference: str, calls: int) -> float:
         return 0.0  # here the package raises
     union: set[str] = set()
     for y in ours:
-        places = places_of(y)
         for x in theirs:
-            common = _common_words(x, y, places, calls)
+            common = _common(x, y, calls)
             if common is None:
                 return 0.0  # here the package runs into RecursionError
-            union |= common
+            union.update(x[i] for i, _ in common)
     precision = len(union) / len(set().union(*ours))
     recall = len(union) / len(set().union(*theirs))
     return 2.0 * ((precision * recall) / (precision + recall + 1e-8))
@@ -60,35 +59,24 @@ def _sentences(text: str) -> list[tuple[str, ...]]:
     return list(dict.fromkeys(tuple(piece.split()) or ("",) for piece in text.split(".") if piece))
 
 
-def places_of(sentence: Sequence[str]) -> dict[str, int]:
-    """Return a bit mask for each word of the sentence: bit j is set where the word stands at
-    position j."""
-    places: dict[str, int] = {}
-    for j, word in enumerate(sentence):
-        places[word] = places.get(word, 0) | 1 << j
-    return places
-
-
-def _common_words(
-    x: tuple[str, ...], y: tuple[str, ...], places: dict[str, int], calls: int
-) -> set[str] | None:
-    """Return the words of the common subsequence of x and y that the package `rouge` finds, or None
-    where its recursion would take more than `calls` calls, at which Python's limit ends it.
-    `places`: the positions of each word in y as a bit mask (`places_of`).
+def _common(x: Sequence[str], y: Sequence[str], calls: int) -> list[tuple[int, int]] | None:
+    """Return the positions in x and y of the words of a longest common subsequence, the last first: of
+    several, the one that the package `rouge` finds, or None where its recursion would take more than
+    `calls` calls, at which Python's limit ends it.
 
     The recursion starts at the ends of x and y. Where the words differ, it shortens x if that keeps
     a longer common subsequence than shortening y would: exactly where y's last word adds to it."""
     if min(len(x), len(y)) >= calls:
         return None  # one call shortens either side by one word at most
-    flat = flat_places(x, y, places)
-    found: set[str] = set()
+    flat = _flat_places(x, y)
+    found = list[tuple[int, int]]()
     i, j = len(x), len(y)
     for _ in range(calls):
         if i == 0 or j == 0:
             return found
         if x[i - 1] == y[j - 1]:
-            found.add(x[i - 1])
             i, j = i - 1, j - 1
+            found.append((i, j))
         elif flat[i - 1] >> (j - 1) & 1:
             j -= 1
         else:
@@ -96,12 +84,13 @@ def _common_words(
     return None
 
 
-def flat_places(x: Sequence[str], y: Sequence[str], places: dict[str, int]) -> list[int]:
+def _flat_places(x: Sequence[str], y: Sequence[str]) -> list[int]:
     """Return a number for each word of x, where bit j of number i says that y[j] adds nothing to
-    the longest common subsequence of x[: i + 1] and y[: j + 1].
-
-    places: where y has each word (`places_of`). One addition makes a whole row of the usual table
-    (Hyyrö 2004)."""
+    the longest common subsequence of x[: i + 1] and y[: j + 1]. One addition makes a whole row of the
+    usual table (Hyyrö 2004)."""
+    places: dict[str, int] = {}  # bit j of a word is set where it stands at position j of y
+    for j, word in enumerate(y):
+        places[word] = places.get(word, 0) | 1 << j
     whole = row = (1 << len(y)) - 1
     rows = []
     for word in x:
@@ -127,7 +116,9 @@ def rouge_lsum(prediction: str, reference: str) -> float:
     )
     hits = 0
     for sentence in theirs:
-        for place in sorted(set().union(*(_common_places(sentence, one) for one in ours))):
+        # Google's package walks back as `rouge` does, with both texts in each other's place
+        walks = (_common(one, sentence, len(one) + len(sentence) + 1) or () for one in ours)
+        for place in sorted({place for walk in walks for _, place in walk}):
             if left[sentence[place]] > 0:
                 left[sentence[place]] -= 1
                 hits += 1
@@ -137,19 +128,3 @@ def rouge_lsum(prediction: str, reference: str) -> float:
 
 def _lines(text: str) -> list[list[str]]:
     return [re.findall(r"[a-z0-9]+", line.lower()) for line in text.split("\n")]
-
-
-def _common_places(x: Sequence[str], y: Sequence[str]) -> set[int]:
-    """Return the positions in `x` of a longest common subsequence of `x` and `y`; of several, the
-    one that Google's package finds."""
-    flat = flat_places(y, x, places_of(x))
-    found, i, j = set[int](), len(x), len(y)
-    while i and j:
-        if x[i - 1] == y[j - 1]:
-            found.add(i - 1)
-            i, j = i - 1, j - 1
-        elif flat[j - 1] >> (i - 1) & 1:  # x's last word adds nothing
-            i -= 1
-        else:
-            j -= 1
-    return found

@@ -7,21 +7,20 @@ concern of a task: see harness/cachedattention/serving/."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
 
 import numpy as np
 
 from evals import haystack as haystacks
 from evals.base import Example, Score, Task, TaskEnv, TaskError
-from evals.data import require
+from evals.data import open_content, require
 from evals.multiturn import length_distribution
 from evals.multiturn.building import REPLIES, Builder
-from evals.multiturn.texts import Passages, Reader, Script, located, opened, told
-from evals.needles import NEEDLES, scored_digits
+from evals.multiturn.texts import Passages, Script, located, told
+from evals.needles import NEEDLES
+from evals.perplexity import likelihood, perplexity
 
 ABOUT = ("any", "first")
 SPARE_TOKENS = 8  # for a BOS, and for what pieces may grow by when they are tokenised apart
@@ -34,7 +33,8 @@ class Multiturn(Task):
     is scored; `forced`, the text's own fed token by token, where nothing is asked and their
     likelihood is scored."""
 
-    version: ClassVar[str] = "1"
+    version = "1"
+    averaged = ("leading_digits_share",)
 
     source: str | None = None
     conversations: int = 20
@@ -48,7 +48,6 @@ class Multiturn(Task):
     haystack: str = "auto"
     template: str = "{text}\n\n{question} Answer with the number alone."
     max_new_tokens: int = 24
-    _made: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, known in (("replies", REPLIES), ("about", ABOUT), ("haystack", haystacks.NAMES)):
@@ -56,9 +55,10 @@ class Multiturn(Task):
                 raise TaskError(
                     f"task.{name}={getattr(self, name)!r} is unknown: choose one of {', '.join(known)}."
                 )
-        for name in ("conversations", "turns", "longest", "opening", "max_new_tokens"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise TaskError(f"task.{name}={value} must be at least 1.")
+        self._refuse_below(
+            "must be at least {}.",
+            **dict.fromkeys(("conversations", "turns", "longest", "opening", "max_new_tokens"), 1),
+        )
         if self.turns is not None and self.turns > length_distribution.MOST_TURNS:
             raise TaskError(
                 f"task.turns={self.turns} is too many: conversations have at most {length_distribution.MOST_TURNS}."
@@ -85,11 +85,10 @@ class Multiturn(Task):
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
         limit = self._limit(env)
-        shape = {
-            name: getattr(self, name)
-            for name in ("turns", "replies", "about", "template", "max_new_tokens")
-        }
-        builder, made, longest = Builder(env, limit, **shape), 0, 0
+        builder = Builder(
+            env, limit, self.turns, self.replies, self.about, self.template, self.max_new_tokens
+        )
+        made, longest = 0, 0
         for number, script in enumerate(self._scripts(env, limit)):
             longest = max(longest, len(script))
             talk = builder.conversation(script, f"{env.seed}/{number}")
@@ -98,12 +97,14 @@ class Multiturn(Task):
                 yield talk
             if made == self.conversations:
                 break
-        if builder.lengths:
-            self._made["statistics"] = length_distribution.statistics(
-                builder.lengths, self._made.get("scale", 1.0)
+        if (
+            builder.lengths
+        ):  # a reply in the model's own words counts with the most that it may have
+            self._opened["statistics"] = length_distribution.statistics(
+                builder.lengths, self._opened.get("scale", 1.0)
             )
         if made < self.conversations:
-            origin = str(self._made["origin"]).removeprefix("local:")
+            origin = str(self._opened["origin"]).removeprefix("local:")
             kind = "" if self.turns is None else f" of {self.turns} turns"
             raise TaskError(
                 f"{origin} gives {made} conversations{kind} that fit into {limit} tokens, fewer than "
@@ -114,8 +115,7 @@ class Multiturn(Task):
     def score(self, example: Example, output: str) -> Score:
         if not example.teacher_forced:
             return NEEDLES["magic_city"].score(example.references, output)
-        nll = float(output)
-        return Score(math.exp(-nll), {"nll": nll})
+        return likelihood(output)
 
     def averages(
         self, groups: Mapping[str, float], details: Mapping[str, float] | None = None
@@ -123,15 +123,7 @@ class Multiturn(Task):
         """Return the means of the scores by group and over all. With forced replies also
         `perplexity`, from the mean negative log-likelihood, in which every conversation counts
         alike."""
-        perplexity = (
-            {"perplexity": math.exp(details["nll"])} if details and "nll" in details else {}
-        )
-        return super().averages(groups) | scored_digits(details) | perplexity
-
-    def provenance(self) -> dict[str, Any]:
-        """Return where the text is from, and `statistics` of the conversations' lengths. A reply in
-        the model's own words counts with the most tokens that it may have."""
-        return dict(self._made)
+        return super().averages(groups, details) | perplexity(details)
 
     def _limit(self, env: TaskEnv) -> int:
         """Return the most tokens that a conversation may have, its answers included."""
@@ -146,18 +138,21 @@ class Multiturn(Task):
 
     def _scripts(self, env: TaskEnv, limit: int) -> Iterator[Script]:
         if self.source is not None:
-            content = opened(self.source, env)
-            self._made.update(content.provenance)
+            source, root = located(self.source, env.data_root)
+            content = open_content(source, replace(env, data_root=root))
+            self._opened.update(content.provenance)
             return told(content, env)
         return self._drawn(env, limit)
 
     def _drawn(self, env: TaskEnv, limit: int) -> Iterator[Script]:
         text, scale = haystacks.load(self.haystack, env), limit / length_distribution.MOST_TOKENS
-        self._made.update(origin=f"text of {text.name}", sha256=text.sha256, scale=scale)
-        rng, reader = np.random.default_rng(env.seed), Reader(text, env)
+        self._opened.update(origin=f"text of {text.name}", sha256=text.sha256, scale=scale)
+        rng = np.random.default_rng(env.seed)
+        sentences = list(filter(str.strip, haystacks.split_sentences(text.text)))
         sessions = length_distribution.drawn(
             self.conversations, rng, correlation=self.correlation, scale=scale, turns=self.turns
         )
         for number, tokens in enumerate(sessions):
             parts = [length_distribution.parted(one, self.question_share) for one in tokens]
-            yield Passages(f"{number}", reader, int(rng.integers(len(reader))), parts, self.opening)
+            start = int(rng.integers(len(sentences)))
+            yield Passages(f"{number}", sentences, env, start, parts, self.opening)

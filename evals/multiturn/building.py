@@ -7,7 +7,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from evals.base import Example, TaskEnv, Turn
@@ -20,11 +20,9 @@ GAP = "\n\n"  # separates turns where no chat template does
 CLOSING_TOKENS = 4  # tokens that a template puts after an answer, at most
 
 
-class Fact(NamedTuple):
-    """Hold the fact that one turn asks for, and the turn that stated it."""
-
-    planted: Planted
-    stated_in: int  # the number of that turn, from 0
+Fact = tuple[
+    Planted, int
+]  # what one turn asks for, and the number, from 0, of the turn that stated it
 
 
 class Said(NamedTuple):
@@ -85,36 +83,26 @@ class Builder:
 
     def _totals(self, said: Sequence[Said]) -> list[int]:
         """Return, for each turn, the tokens of the conversation up to its end."""
-        replies = (0 if turn.reply is None else turn.tokens[1] for turn in said)
-        gaps = (
-            self._between * ((place > 0) + (turn.reply is not None))
-            for place, turn in enumerate(said)
-        )
-        needs = (
-            turn.tokens[0] + turn.room + reply + gap
-            for turn, reply, gap in zip(said, replies, gaps, strict=True)
-        )
+        needs = list[int]()
+        for place, turn in enumerate(said):
+            need = turn.tokens[0] + turn.room + self._between * (place > 0)
+            if turn.reply is not None:
+                need += turn.tokens[1] + self._between
+            needs.append(need)
         return list(accumulate(needs))
 
     def _said(self, script: Script, count: int, seed: str) -> list[Said]:
         script.begin()
         if self.replies == "forced":
             return [self._forced(script, turn) for turn in range(count)]
-        facts = self._facts(count, random.Random(seed))
-        return [self._asked(script, turn, facts) for turn in range(count)]
-
-    def _facts(self, count: int, rng: random.Random) -> list[Fact]:
-        """Draw the fact that each of `count` turns asks for, with no city twice. Those of the first
-        turns are the same for any `count`."""
+        facts, rng = list[Fact](), random.Random(seed)
+        # no city twice, and for the first turns the same whatever the `count`
         cities = rng.sample(CITIES, MOST_TURNS)
-        drawn = (
-            (rng.randrange(turn + 1), turn, rng.randrange(1_000_000, 10_000_000))
-            for turn in range(count)
-        )
-        return [
-            Fact(magic_number(cities[turn], number), 0 if self.about == "first" else where)
-            for where, turn, number in drawn
-        ]
+        for turn in range(count):
+            where = rng.randrange(turn + 1)
+            planted = magic_number(cities[turn], rng.randrange(1_000_000, 10_000_000))
+            facts.append((planted, 0 if self.about == "first" else where))
+        return [self._asked(script, turn, facts) for turn in range(count)]
 
     def _forced(self, script: Script, turn: int) -> Said:
         """Make turn number `turn` of the text's own words on both sides: no fact is stated or
@@ -127,7 +115,7 @@ class Builder:
     def _asked(self, script: Script, turn: int, facts: Sequence[Fact]) -> Said:
         """Make turn number `turn`, which states the facts that belong there and asks for one stated
         here or before. `facts`: the one that each turn asks for."""
-        here = [_sentence(fact.planted) for fact in facts if fact.stated_in == turn]
+        here = [_sentence(planted) for planted, stated_in in facts if stated_in == turn]
         (asked, stated_in), frame = facts[turn], self._frames[turn > 0]
         before, _, after = self.template.partition("{text}")
         after = after.replace("{question}", asked.question)
@@ -151,7 +139,7 @@ class Builder:
         return len(self.env.text.encode(text))
 
     def _example(self, name: str, said: Sequence[Said]) -> Example:
-        first, *rest = said
+        first = said[0]
         further = [
             Turn(
                 question=self._gap + "".join(turn.user),
@@ -160,7 +148,7 @@ class Builder:
                 max_new_tokens=turn.room,
                 data=turn.data,
             )
-            for before, turn in zip(said, rest, strict=False)
+            for before, turn in pairwise(said)
         ]
         return Example(
             id=f"conversation-{name}",

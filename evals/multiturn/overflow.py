@@ -9,13 +9,12 @@ after the overflow."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from evals import haystack as texts
 from evals.base import Example, Score, Task, TaskEnv, TaskError, Turn
-from evals.needles import CITIES, NEEDLES, Planted, scored_digits
+from evals.needles import CITIES, NEEDLES, Planted
 from evals.niah import boundary, filler
 
 SPARE = 4  # by which pieces may grow when they are tokenised apart
@@ -28,8 +27,9 @@ class NeedlesBehindOverflow(Task):
     `overflow.window` should be the same. The needles (facts asked for) stand among the last `facts`
     tokens of the text."""
 
-    version: ClassVar[str] = "1"
-    metric: ClassVar[str] = "needle found"
+    version = "1"
+    metric = "needle found"
+    averaged = ("leading_digits_share",)
 
     window: int = 2048
     facts: int = 512
@@ -38,7 +38,6 @@ class NeedlesBehindOverflow(Task):
     haystack: str = "auto"
     template: str = "{question} Answer with the number alone."
     max_new_tokens: int = 24
-    _read: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(CITIES) < self.questions:
@@ -62,7 +61,7 @@ class NeedlesBehindOverflow(Task):
                 f"task.window={self.window} exceeds the model's {env.window} tokens: choose a smaller one"
             )
         text = texts.load(self.haystack, env)
-        self._read.update(origin=f"text of {text.name}", sha256=text.sha256)
+        self._opened.update(origin=f"text of {text.name}", sha256=text.sha256)
         tokens = filler(text, 8 * self.window, env)
         for number in range(self.conversations):
             rng = random.Random(f"{env.seed}/{number}")
@@ -83,19 +82,19 @@ class NeedlesBehindOverflow(Task):
                 f"than task.facts={self.facts}: raise task.window to {enough + -enough % 64}, or lower task.facts."
             )
         hay = self._with_needles(env, list(tokens[:room]), needles)
-        first, *later = zip(planted, asked, strict=True)
+        turns = [
+            Turn(question, one.answers, data={"turn": turn})
+            for turn, (one, question) in enumerate(zip(planted, asked, strict=True), start=1)
+        ]
         return Example(
             id=f"overflow-{number}",
             group="overflow",
             context=env.text.decode(hay),
-            question=f"\n\n{first[1]}",
-            references=first[0].answers,
+            question=f"\n\n{turns[0].question}",
+            references=turns[0].references,
             max_new_tokens=self.max_new_tokens,
-            data={"turn": 1},
-            further=tuple(
-                Turn(question=question, references=one.answers, data={"turn": turn})
-                for turn, (one, question) in enumerate(later, start=2)
-            ),
+            data=turns[0].data,
+            further=tuple(turns[1:]),
         )
 
     def _with_needles(
@@ -105,23 +104,15 @@ class NeedlesBehindOverflow(Task):
         sentence."""
         first, share = len(hay) - self.facts, self.facts / len(needles)
         places = [
-            max(first, boundary(hay, first + int(share * (one + 0.5)), env))
-            for one in range(len(needles))
+            max(first, boundary(hay, first + int(share * (number + 0.5)), env))
+            for number in range(len(needles))
         ]
-        for place, needle in reversed(list(zip(places, needles, strict=True))):
-            hay = [*hay[:place], *needle, *hay[place:]]
+        for place, needle in reversed([*zip(places, needles, strict=True)]):
+            hay[place:place] = needle
         return hay
 
     def score(self, example: Example, output: str) -> Score:
         return NEEDLES["magic_city"].score(example.references, output)
-
-    def averages(
-        self, groups: Mapping[str, float], details: Mapping[str, float] | None = None
-    ) -> dict[str, float]:
-        return super().averages(groups) | scored_digits(details)
-
-    def provenance(self) -> dict[str, Any]:
-        return dict(self._read)
 
 
 def _planted(rng: random.Random, count: int) -> list[Planted]:

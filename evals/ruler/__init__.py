@@ -6,14 +6,14 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar
 
 from evals import haystack
-from evals.base import Example, Score, Task, TaskEnv, TaskError, Turn
+from evals.base import Example, Score, Task, TaskEnv, TaskError, Turn, by_part
 from evals.data import require
-from evals.needles import leading_digits, scored_digits
+from evals.needles import leading_digits
 from evals.ruler import leaderboard, official, qa
 from evals.ruler.factory import Factory
 from evals.ruler.fitting import SMALLEST, TooShort
@@ -37,8 +37,9 @@ class Ruler(Task):
     The context of an example ends where the template's {context} ends. With a chat template, cwe's
     worked example stays plain here, where the official script wraps it too."""
 
-    version: ClassVar[str] = "1"
-    metric: ClassVar[str] = "string_match"
+    version = "1"
+    metric = "string_match"
+    averaged = ("leading_digits_share",)
 
     tasks: Sequence[str] = tuple(FAMILIES)
     lengths: Sequence[int] = (4096,)
@@ -62,9 +63,7 @@ class Ruler(Task):
             )
         if any(length < 1 for length in self.lengths):
             raise ValueError(f"lengths={list(self.lengths)} must be positive numbers of tokens")
-        for name in ("samples", "questions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be 1 or more")
+        self._refuse_below("must be {} or more", samples=1, questions=1)
         self._check_questions()
         if self.haystack not in haystack.NAMES:
             raise ValueError(
@@ -107,21 +106,23 @@ class Ruler(Task):
         if self.source is not None:
             files = official.find(Path(self.source).expanduser(), self.tasks, self.lengths)
             return self._examples(
-                [(file.task, file.length, partial(file.prompts, self.samples)) for file in files]
+                [
+                    (task, length, partial(official.prompts, path, task, self.samples))
+                    for path, task, length in files
+                ]
             )
         self._check(env)
         factory = Factory(env, self.tasks, self.haystack, self.questions)
-        self._provenance.update(factory.provenance())
+        self._opened.update(factory.provenance())
         groups, unfit = list[Group](), list[str]()
-        for length in self.lengths:
-            for task in self.tasks:
-                make = partial(factory.prompts, task, length, self.samples)
-                if length <= EAGER:
-                    try:
-                        make = partial(list, make())
-                    except TooShort as error:
-                        unfit.append(str(error))
-                groups.append((task, length, make))
+        for length, task in product(self.lengths, self.tasks):
+            make = partial(factory.prompts, task, length, self.samples)
+            if length <= EAGER:
+                try:
+                    make = partial(list, make())
+                except TooShort as error:
+                    unfit.append(str(error))
+            groups.append((task, length, make))
         if unfit:
             raise TaskError(
                 f"{', '.join(unfit)}: raise task.lengths, or leave them out of task.tasks"
@@ -130,30 +131,23 @@ class Ruler(Task):
 
     def score(self, example: Example, output: str) -> Score:
         family = FAMILIES[example.data["task"]]
-        match = string_match_part if family == "qa" else string_match_all
         text = clean(output, "" if self.source == leaderboard.REPO else "\n")
         digits = leading_digits(example.references, text) if family == "niah" else {}
-        return Score(match(text, example.references), {"null": float(not text), **digits})
+        found = [reference.lower() in text.lower() for reference in example.references]
+        # RULER's string_match_part for questions with several spellings of the answer, else _all
+        share = float(any(found)) if family == "qa" else sum(found) / len(found)
+        return Score(share, {"null": float(not text), **digits})
 
-    def averages(
-        self, groups: Mapping[str, float], details: Mapping[str, float] | None = None
-    ) -> dict[str, float]:
-        """Return `mean`, the means of lengths and of tasks, RULER's summaries over lengths where
-        they are defined, and the share of leading digits (evals/needles.py)."""
-        averages = super().averages(groups) | means(groups, part=1) | means(groups, part=0)
+    def averages_of(self, groups: Mapping[str, float]) -> dict[str, float]:
+        """Return the means of lengths and of tasks, and RULER's summaries over lengths where they are
+        defined."""
+        averages = means(groups, part=1) | means(groups, part=0)
         by_length = {int(length): score for length, score in means(groups, part=1).items()}
         if len(by_length) > 1:
             averages["weighted_rising"], averages["weighted_falling"] = weighted_averages(by_length)
         if groups and len(groups) == len(FAMILIES) * len(by_length):
             averages["effective_length"] = effective_length(by_length)
-        return averages | scored_digits(details)
-
-    def provenance(self) -> dict[str, Any]:
-        return dict(self._provenance)
-
-    @cached_property
-    def _provenance(self) -> dict[str, Any]:
-        return {}
+        return averages
 
     def _check(self, env: TaskEnv) -> None:
         shortest, longest = min(self.lengths), max(self.lengths)
@@ -171,50 +165,41 @@ class Ruler(Task):
     def _of_leaderboard(self, env: TaskEnv) -> Iterator[Group]:
         for length in self.lengths:
             for task, prompts, origin in leaderboard.prompts(env, self.tasks, length, self.samples):
-                self._provenance[f"{leaderboard.REPO}/{length}"] = origin
+                self._opened[f"{leaderboard.REPO}/{length}"] = origin
                 yield task, length, partial(list, prompts)
 
     def _examples(self, groups: Iterable[Group]) -> Iterator[Example]:
         for task, length, make in groups:
             digest = hashlib.sha256()
             for index, prompt in enumerate(make()):
+                asked = list[Example]()
                 for one in prompt.questions:
                     digest.update("\0".join((one.text, *one.references, "")).encode())
-                yield from self._asked(
-                    [_example(task, length, index, one) for one in prompt.questions]
-                )
-            self._provenance.setdefault("sha256", {})[f"{task}/{length}"] = digest.hexdigest()
+                    example = Example(
+                        id=f"{task}/{length}/{index}",
+                        group=f"{task}/{length}",
+                        context=one.context,
+                        question=one.question,
+                        prefix=one.prefix,
+                        references=one.references,
+                        max_new_tokens=one.new_tokens or NEW_TOKENS[FAMILIES[task]],
+                        apart=one.apart,
+                        data={"task": task, "length": length, "index": index, **one.data},
+                    )
+                    asked.append(example)
+                yield from self._asked(asked)
+            self._opened.setdefault("sha256", {})[f"{task}/{length}"] = digest.hexdigest()
 
     def _asked(self, questions: Sequence[Example]) -> Iterator[Example]:
         """Yield the questions on one haystack: each as an example of its own, or all as the turns
         of one conversation."""
         first, *rest = questions
         if self.conversation:
-            said = tuple(
-                Turn(one.question, one.references, one.prefix, data=one.data) for one in rest
-            )
-            yield replace(first, further=said)
-        elif rest:
-            yield from (
-                replace(one, id=f"{one.id}.{number}", unit=one.id)
-                for number, one in enumerate(questions)
-            )
+            said = (Turn(one.question, one.references, one.prefix, data=one.data) for one in rest)
+            yield replace(first, further=tuple(said))
         else:
-            yield first
-
-
-def _example(task: str, length: int, index: int, prompt: FilledTemplate) -> Example:
-    return Example(
-        id=f"{task}/{length}/{index}",
-        group=f"{task}/{length}",
-        context=prompt.context,
-        question=prompt.question,
-        prefix=prompt.prefix,
-        references=prompt.references,
-        max_new_tokens=prompt.new_tokens or NEW_TOKENS[FAMILIES[task]],
-        apart=prompt.apart,
-        data={"task": task, "length": length, "index": index, **prompt.data},
-    )
+            for number, one in enumerate(questions):
+                yield replace(one, id=f"{one.id}.{number}", unit=one.id) if rest else one
 
 
 def clean(output: str, control: str = "\n") -> str:
@@ -227,27 +212,6 @@ def clean(output: str, control: str = "\n") -> str:
     return re.sub(r"[\x00-\x1f]", control, output.strip()).strip()
 
 
-def string_match_all(output: str, references: Sequence[str]) -> float:
-    """Return the share of the references that occur, whatever their case and without regard to word
-    boundaries.
-
-    >>> string_match_all("It is 12345678.", ["1234567", "89"])
-    0.5
-    """
-    text = clean(output).lower()
-    return sum(reference.lower() in text for reference in references) / len(references)
-
-
-def string_match_part(output: str, references: Sequence[str]) -> float:
-    """Return 1 if any reference occurs, else 0.
-
-    >>> string_match_part("in Paris", ["paris", "Paris, France"])
-    1.0
-    """
-    text = clean(output).lower()
-    return float(any(reference.lower() in text for reference in references))
-
-
 def means(groups: Mapping[str, float], part: int) -> dict[str, float]:
     """Average the groups "task/length" that share a task (`part=0`) or a length (`part=1`), in
     order of appearance.
@@ -255,19 +219,16 @@ def means(groups: Mapping[str, float], part: int) -> dict[str, float]:
     >>> means({"vt/4096": 1.0, "cwe/4096": 0.5, "vt/8192": 0.25}, part=1)
     {'4096': 0.75, '8192': 0.25}
     """
-    shared: dict[str, list[float]] = {}
-    for group, score in groups.items():
-        shared.setdefault(group.split("/")[part], []).append(score)
-    return {name: sum(scores) / len(scores) for name, scores in shared.items()}
+    return {name: sum(scores) / len(scores) for name, scores in by_part(groups, part).items()}
 
 
-def effective_length(by_length: Mapping[int, float], threshold: float = THRESHOLD) -> int:
-    """Return the largest length whose score exceeds the threshold, 0 if none does.
+def effective_length(by_length: Mapping[int, float]) -> int:
+    """Return the largest length whose score exceeds THRESHOLD, 0 if none does.
 
     >>> effective_length({4096: 0.95, 8192: 0.86, 16384: 0.7})
     8192
     """
-    return max((length for length, score in by_length.items() if score > threshold), default=0)
+    return max((length for length, score in by_length.items() if score > THRESHOLD), default=0)
 
 
 def weighted_averages(by_length: Mapping[int, float]) -> tuple[float, float]:
@@ -279,10 +240,8 @@ def weighted_averages(by_length: Mapping[int, float]) -> tuple[float, float]:
     """
     scores = [by_length[length] for length in sorted(by_length)]
     weights = range(1, len(scores) + 1)
-    rising = sum(weight * score for weight, score in zip(weights, scores, strict=True)) / sum(
-        weights
+    rising, falling = (
+        sum(weight * score for weight, score in zip(weights, ordered, strict=True)) / sum(weights)
+        for ordered in (scores, reversed(scores))
     )
-    falling = sum(
-        weight * score for weight, score in zip(weights, reversed(scores), strict=True)
-    ) / sum(weights)
     return rising, falling

@@ -4,7 +4,7 @@ list come up most."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from string import ascii_lowercase
 
@@ -33,6 +33,7 @@ class CommonWords(Generator):
     repository's list, for lists longer than wonderwords' 8166 words."""
 
     new_tokens = NEW_TOKENS["cwe"]
+    first = 4096
 
     def __init__(
         self, text: TextTools, streams: Streams, length: int, *, english: Sequence[str] = ()
@@ -49,10 +50,6 @@ class CommonWords(Generator):
 
     def largest(self, tokens_per_unit: float) -> int:
         return max(int(self.length // tokens_per_unit) * 2, self.unit * 2)
-
-    def official(self, samples: int) -> list[FilledTemplate]:
-        size = self.official_size(4096, reserved=self.new_tokens)
-        return [self.stepping_down(size, index) for index in range(samples)]
 
     def probe(self, size: int, index: int) -> FilledTemplate:
         example_size, example_repeats, repeats = self._shape
@@ -105,13 +102,8 @@ class FrequentWords(Generator):
         size = self._search()
         return [self._shrinking(size) for _ in range(samples)]
 
-    def fine(self, samples: int) -> list[FilledTemplate]:
-        size, prompts = self.minimum(0), []
-        for _ in range(samples):
-            vocabulary = self._vocabulary()
-            size, prompt = self.largest_prompt(size, partial(self._coded, vocabulary))
-            prompts.append(prompt)
-        return prompts
+    def drawing(self, index: int) -> Callable[[int], FilledTemplate]:
+        return partial(self._coded, self._vocabulary())
 
     def _search(self) -> int:
         """Return the number of words in the largest haystack whose prompt stays below the length,
@@ -126,9 +118,9 @@ class FrequentWords(Generator):
     def _shrinking(self, size: int) -> FilledTemplate:
         """Draw one prompt of `size` words and make it smaller until it fits, with the same
         vocabulary throughout."""
-        vocabulary = self._vocabulary()
+        draw = self.drawing(0)
         while size >= self.minimum(0):
-            prompt = self.noted(self._coded(vocabulary, size))
+            prompt = self.noted(draw(size))
             if prompt is not None:
                 return prompt
             size -= self.unit
@@ -146,8 +138,6 @@ class FrequentWords(Generator):
     def _coded(self, vocabulary: Sequence[str], size: int) -> FilledTemplate:
         ranks = np.arange(1, len(vocabulary) + 1)
         repeats = (size * (ranks**-ALPHA) / ZETA).astype(int)
-        words = [
-            word for word, count in zip(vocabulary, repeats, strict=True) for _ in range(count)
-        ]
+        words = np.repeat(vocabulary, repeats).tolist()
         self.streams.shuffle(words)
         return TEMPLATES["fwe"].fill(" ".join(words), tuple(vocabulary[1:4]), data={"words": size})

@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ DOUBLED = (1024, 2048, 4096, 8192, 16384)
 FINE = "fine-1"  # our own prompts below OFFICIAL_FROM tokens; raised when they change
 # raised when any prompt changes: cached ones are then made again
 GENERATOR = f"{OFFICIAL}-1 {FINE}"
+HIDDEN_IN = {"vt": "noise", "cwe": "words", "fwe": "words", "qa": "documents"}
 
 
 class Factory:
@@ -62,76 +63,65 @@ class Factory:
         return [FilledTemplate.from_row(row) for row in rows]
 
     def provenance(self) -> dict[str, Any]:
-        provenance: dict[str, Any] = {
+        return self._shaped_by([*self._corpora], self._haystack)
+
+    def _shaped_by(self, corpora: Sequence[str], text: haystack.Haystack | None) -> dict[str, Any]:
+        """Return what shapes prompts beside task and size: `corpora` are tasks with documents, `text`
+        is what needles are hidden in."""
+        shaped: dict[str, Any] = {
             "seed": self._env.seed,
             "tokenizer": self._env.text.fingerprint,
+            "words_sha256": words_sha256(),
         }
-        provenance["words_sha256"] = words_sha256()
-        if self._haystack is not None:
-            provenance |= {
-                "haystack": self._haystack.name,
-                "haystack_sha256": self._haystack.sha256,
+        if text is not None:
+            shaped |= {
+                "haystack": text.name,
+                "haystack_sha256": text.sha256,
+                "splitter": haystack.SPLITTER,
             }
-            provenance["splitter"] = haystack.SPLITTER
-        for task, corpus in self._corpora.items():
-            provenance[task] = {"origin": corpus.origin, "sha256": corpus.sha256}
-        return provenance
+        read = {task: self._corpora[task] for task in corpora}
+        return shaped | {
+            task: {"origin": corpus.origin, "sha256": corpus.sha256}
+            for task, corpus in read.items()
+        }
 
     def _rows(self, task: str, length: int, samples: int) -> list[Row]:
-        try:
-            prompts = self._generator(task, length).prompts(samples)
-        except TooShort as error:
+        prompts = self._drawn(task, length, samples)
+        if prompts is None:
             remedies = (
                 f" ({longer} would do)"
                 for longer in DOUBLED
-                if longer > length and self._fits(task, longer, samples)
+                if longer > length and self._drawn(task, longer, samples)
             )
-            raise TooShort(f"{task} does not fit {length} tokens{next(remedies, '')}") from error
+            raise TooShort(f"{task} does not fit {length} tokens{next(remedies, '')}")
+        hidden_in = KINDS[task].haystack if task in KINDS else HIDDEN_IN[FAMILIES[task]]
+        if self._haystack is not None and hidden_in == "essay":
+            hidden_in = self._haystack.name
         stamp = {
             "generator": OFFICIAL if length >= OFFICIAL_FROM else FINE,
-            "haystack": self._haystack_name(task),
+            "haystack": hidden_in,
         }
-        return [replace(prompt, data={**stamp, **prompt.data}).row() for prompt in prompts]
+        return [asdict(replace(prompt, data={**stamp, **prompt.data})) for prompt in prompts]
 
-    def _fits(self, task: str, length: int, samples: int) -> bool:
+    def _drawn(self, task: str, length: int, samples: int) -> list[FilledTemplate] | None:
+        """Draw prompts anew; None if the task does not fit the length."""
         try:
-            return bool(self._generator(task, length).prompts(samples))
+            return self._generator(task, length).prompts(samples)
         except TooShort:
-            return False
+            return None
 
     def _key(self, task: str, length: int, samples: int) -> dict[str, Any]:
         """Return everything that shapes the prompts, which names their file in the cache."""
-        key: dict[str, Any] = {
+        text = self._haystack if _uses_essay(task) else None
+        english = "\n".join(self._english) if task == "cwe" else ""
+        return self._shaped_by([task] * (task in self._corpora), text) | {
             "generator": GENERATOR,
             "task": task,
             "length": length,
             "samples": samples,
+            "questions": self._questions,
+            "english_words": hashlib.sha256(english.encode()).hexdigest(),
         }
-        key |= {
-            "seed": self._env.seed,
-            "tokenizer": self._env.text.fingerprint,
-            "words": words_sha256(),
-        }
-        if self._haystack is not None and _uses_essay(task):
-            key |= {
-                "haystack": self._haystack.name,
-                "text": self._haystack.sha256,
-                "splitter": haystack.SPLITTER,
-            }
-        if self._questions > 1:
-            key["questions"] = self._questions
-        if task in self._corpora:
-            key["corpus"] = self._corpora[task].sha256
-        if task == "cwe":
-            key["english_words"] = hashlib.sha256("\n".join(self._english).encode()).hexdigest()
-        return key
-
-    def _haystack_name(self, task: str) -> str:
-        if self._haystack is not None and _uses_essay(task):
-            return self._haystack.name
-        if task in KINDS:
-            return KINDS[task].haystack
-        return {"vt": "noise", "cwe": "words", "fwe": "words", "qa": "documents"}[FAMILIES[task]]
 
     def _generator(self, task: str, length: int) -> Generator:
         """Return the generator of a task's prompts at a length, with its random numbers at their
@@ -180,9 +170,7 @@ def _keep(path: Path, text: str) -> None:
         unfinished.write_text(text, encoding="utf-8")
         os.replace(unfinished, path)
     except OSError as error:  # a full disk costs time, but does not end the run
-        logging.getLogger(__name__).warning(
-            "%s cannot be written (%s): it is made again next time", path, error.strerror
-        )
+        log.warning("%s cannot be written (%s): it is made again next time", path, error.strerror)
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
 

@@ -18,19 +18,6 @@ SMALLEST = 512
 REDRAWS = 20  # draws at the smallest size, where the official scripts draw for ever
 
 
-def bisect_size(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
-    """Return the last size for which `fits` held in the binary search between `low` and `high` that
-    RULER's scripts do, or None if it never did."""
-    best = None
-    while low <= high:
-        middle = (low + high) // 2
-        if fits(middle):
-            best, low = middle, middle + 1
-        else:
-            high = middle - 1
-    return best
-
-
 class TooShort(TaskError):
     """Report that not even the smallest haystack fits the length."""
 
@@ -44,7 +31,7 @@ class Generator(ABC):
     """
 
     new_tokens: ClassVar[int]
-    chat: ClassVar[bool] = True  # whether prompts are counted inside the chat template
+    chat = True  # whether prompts are counted inside the chat template
 
     def __init__(self, text: TextTools, streams: Streams, length: int, unit: int) -> None:
         self.text = text
@@ -52,6 +39,16 @@ class Generator(ABC):
         self.length = length
         self.is_fine = length < OFFICIAL_FROM
         self.unit = 1 if self.is_fine else unit
+
+    @property
+    def first(self) -> int:
+        """Return the size from which RULER's scripts estimate the tokens per unit."""
+        return self.unit
+
+    @property
+    def reserved(self) -> int:
+        """Return how many tokens RULER's scripts keep free beside what is counted."""
+        return self.new_tokens
 
     @abstractmethod
     def probe(self, size: int, index: int) -> FilledTemplate:
@@ -62,6 +59,10 @@ class Generator(ABC):
         """Draw a new prompt as the model is asked. By default it is what `probe` draws for the size
         search."""
         return self.probe(size, index)
+
+    def drawing(self, index: int) -> Callable[[int], FilledTemplate]:
+        """Return the function by which the finer generator draws a sample at the sizes that it tries."""
+        return partial(self.sample, index=index)
 
     def minimum(self, index: int) -> int:
         """Return the smallest haystack with which a prompt still is the task. `index`: the number
@@ -86,26 +87,29 @@ class Generator(ABC):
     def official(self, samples: int) -> list[FilledTemplate]:
         """Draw `samples` prompts as RULER's scripts do: search one haystack size for all, then step
         down where a sample does not fit."""
-        size = self.official_size(self.unit, reserved=self.new_tokens)
+        size = self.official_size()
         return [self.stepping_down(size, index) for index in range(samples)]
 
-    def official_size(self, first: int, reserved: int) -> int:
-        """Find one haystack size for all samples as RULER's scripts do, with the first question;
-        each try draws a new prompt. `first`: the size from which the tokens per unit are estimated;
-        `reserved`: tokens kept free."""
-        limit = self.length - reserved
-        largest = self.largest(self.count(self.probe(first, 0)) / first)
-        return (
-            bisect_size(self.unit, largest, lambda size: self.count(self.probe(size, 0)) <= limit)
-            or self.unit
-        )
+    def official_size(self) -> int:
+        """Find one haystack size for all samples as RULER's scripts do, with the first question: the
+        last that fitted in a binary search in which each try draws a new prompt."""
+        limit, first = self.length - self.reserved, self.first
+        best, low = self.unit, self.unit
+        high = self.largest(self.count(self.probe(first, 0)) / first)
+        while low <= high:
+            middle = (low + high) // 2
+            if self.count(self.probe(middle, 0)) <= limit:
+                best, low = middle, middle + 1
+            else:
+                high = middle - 1
+        return best
 
     def fine(self, samples: int) -> list[FilledTemplate]:
         """Draw `samples` prompts for a length below `OFFICIAL_FROM`: each has the largest haystack
         that fits."""
         size, prompts = self.minimum(0), []
         for index in range(samples):
-            size, prompt = self.largest_prompt(size, partial(self.sample, index=index))
+            size, prompt = self.largest_prompt(size, self.drawing(index))
             prompts.append(prompt)
         return prompts
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
+from itertools import cycle, islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,14 +21,13 @@ from evals.ruler.vocabulary import Streams, keys
 DEPTHS = tuple(int(depth) for depth in np.round(np.linspace(0, 100, num=40)))
 
 
-@dataclass(frozen=True, slots=True)
-class Needles:
+class Needles(NamedTuple):
     """Define a kind of needle task: `keys` needles of `values` values each are hidden in a
     haystack, and `queries` of the keys are asked for."""
 
-    haystack: Literal["noise", "essay", "needle"]
-    key_type: Literal["words", "uuids"] = "words"
-    value_type: Literal["numbers", "uuids"] = "numbers"
+    haystack: str  # noise, essay or needle
+    key_type: str = "words"  # or uuids
+    value_type: str = "numbers"  # or uuids
     keys: int = 1
     values: int = 1
     queries: int = 1
@@ -43,12 +43,6 @@ KINDS = {
     "niah_multivalue": Needles("essay", values=4),
     "niah_multiquery": Needles("essay", keys=4, queries=4),
 }
-
-
-def asked(kind: Needles, questions: int) -> Needles:
-    """Return the kind with enough keys (names of needles) that `questions` questions on one
-    haystack never ask for a key twice."""
-    return replace(kind, keys=max(kind.keys, questions * kind.queries))
 
 
 def essay_words(text: str) -> list[str]:
@@ -75,7 +69,8 @@ class Niah(Generator):
         """Prepare the kind and its template for `questions` questions on each haystack."""
         unit = 500 if kind.haystack == "essay" else 25 if length >= 4096 else 5
         super().__init__(text, streams, length, unit)
-        self.kind = asked(kind, questions)
+        # enough keys (names of needles) that no two questions on one haystack ask for the same
+        self.kind = kind._replace(keys=max(kind.keys, questions * kind.queries))
         self.essay, self.questions = essay, questions
         single = kind.queries * kind.values == 1
         self.template = TEMPLATES["niah"].singular() if single else TEMPLATES["niah"]
@@ -105,7 +100,8 @@ class Niah(Generator):
                     context, answers, data=data, type_needle_v=self.noun, query=query
                 )
             )
-        return filled[0].asked_more(filled[1:])
+        more = tuple(replace(one, context="") for one in filled[1:])
+        return replace(filled[0], more=more)
 
     def _draw(self, kind: str) -> str:
         if kind == "words":
@@ -126,12 +122,7 @@ class Niah(Generator):
     def _in_essay(self, size: int, needles: list[str]) -> str:
         """Return `size` words of the essay with the needles between its sentences, at distinct
         depths. Text that is too short is repeated."""
-        words = (
-            self.essay
-            if size <= len(self.essay)
-            else list(self.essay) * -(-size // len(self.essay))
-        )
-        sentences = split_sentences(" ".join(words[:size]).strip())
+        sentences = split_sentences(" ".join(islice(cycle(self.essay), size)).strip())
         depths = self.streams.python.sample(DEPTHS, len(needles))
         places = sorted(int(len(sentences) * (depth / 100)) for depth in depths)
         pieces = []

@@ -4,9 +4,8 @@ arXiv:2404.06654)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from evals.base import TaskEnv, TextTools
 from evals.data import Content, Row, Source, no_answer, open_content, rows_of, too_few, value_of
@@ -44,8 +43,7 @@ SOURCES = {
 TRIED = 40  # documents that the finer generator tries to add
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(NamedTuple):
     """Hold a question with the numbers of its documents: `gold` contain the answer, `own` are
     always shown, `related` come next."""
 
@@ -56,8 +54,7 @@ class Question:
     related: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Corpus:
+class Corpus(NamedTuple):
     """Hold the questions of a data set, in file order, and its distinct documents, sorted. `origin`
     and `sha256` say which file they are from."""
 
@@ -79,6 +76,10 @@ HOTPOTQA_ROW = {
 }
 
 
+# the paragraphs of an article, each with its questions
+Article = list[tuple[str, list[dict[str, Any]]]]
+
+
 def load(task: str, env: TaskEnv) -> Corpus:
     """Load the data of `qa_1` or `qa_2`, from the data root or from the hub."""
     content = open_content(SOURCES[task], env)
@@ -87,7 +88,7 @@ def load(task: str, env: TaskEnv) -> Corpus:
     return Corpus(tuple(questions), tuple(documents), content.origin, content.sha256)
 
 
-def _articles(rows: Sequence[Row]) -> dict[str, Any]:
+def _articles(rows: Sequence[Row]) -> list[Article]:
     """Arrange the rows that the hub has of SQuAD, one per question, by articles and paragraphs as
     in the original file."""
     articles: dict[str, dict[str, list[dict[str, Any]]]] = {}
@@ -100,34 +101,25 @@ def _articles(rows: Sequence[Row]) -> dict[str, Any]:
             "place": f"row {number}",
         }
         articles.setdefault(row["title"], {}).setdefault(row["context"], []).append(entry)
-    return {
-        "data": [
-            {
-                "paragraphs": [
-                    {"context": context, "qas": entries} for context, entries in paragraphs.items()
-                ]
-            }
-            for paragraphs in articles.values()
-        ]
-    }
+    return [list(paragraphs.items()) for paragraphs in articles.values()]
 
 
 def _read_squad(content: Content, name: str) -> tuple[list[Question], list[str]]:
     """Return the answerable questions of SQuAD and all documents, which are its paragraphs. The
     other paragraphs of the question's article are its related documents."""
     if content.origin.endswith(".parquet"):
-        data = _articles(rows_of(content, name, SQUAD_ROW).rows)
+        articles = _articles(rows_of(content, name, SQUAD_ROW).rows)
     else:
-        data = value_of(content.data, SQUAD, f"{name}: {content.origin}")
-    articles = [article["paragraphs"] for article in data["data"]]
-    documents = sorted({paragraph["context"] for article in articles for paragraph in article})
+        data = value_of(content.data, SQUAD, f"{name}: {content.origin}")["data"]
+        articles = [[(one["context"], one["qas"]) for one in each["paragraphs"]] for each in data]
+    documents = sorted({context for article in articles for context, _ in article})
     number = {document: i for i, document in enumerate(documents)}
     questions = []
     for article in articles:
-        numbers = [number[paragraph["context"]] for paragraph in article]
-        for paragraph, own in zip(article, numbers, strict=True):
+        numbers = [number[context] for context, _ in article]
+        for (_, entries), own in zip(article, numbers, strict=True):
             related = tuple(other for other in numbers if other != own)
-            for entry in paragraph["qas"]:
+            for entry in entries:
                 answers = tuple(answer["text"] for answer in entry["answers"])
                 if not entry["is_impossible"] and not any(map(str.strip, answers)):
                     place = entry.get("place", f"the question {entry['question'][:60]!r}")
@@ -221,9 +213,8 @@ class QuestionAnswering(Generator):
             *self.streams.python.sample(near, len(near)),
             *self.streams.python.choices(others, k=TRIED),
         ]
-        for number in [
-            number for number in dict.fromkeys(candidates) if number not in question.gold
-        ][:TRIED]:
+        new = dict.fromkeys(number for number in candidates if number not in question.gold)
+        for number in islice(new, TRIED):
             longer = self.noted(self._ask(index, [*chosen, number]))
             if longer is not None:
                 best = longer

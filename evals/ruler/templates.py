@@ -4,9 +4,9 @@ its 13 tasks."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 NIAH_NEEDLE = "One of the special magic {type_needle_v} for {key} is: {value}."
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -23,7 +23,7 @@ class FilledTemplate:
     prefix: str
     references: tuple[str, ...]
     data: Mapping[str, Any] = field(default_factory=dict)
-    more: tuple[Mapping[str, Any], ...] = ()  # what differs in further questions on this context
+    more: tuple[FilledTemplate, ...] = ()  # further questions on this context, which they leave out
     apart: bool = False  # as `Example.apart`
     # of the answer, at most; None: as many as RULER's scripts keep free
     new_tokens: int | None = None
@@ -31,10 +31,9 @@ class FilledTemplate:
     @property
     def questions(self) -> tuple[FilledTemplate, ...]:
         """Return a prompt for each question on this context, the first one included."""
-        data, first = self.data, replace(self, more=())
-        return (
-            first,
-            *(replace(first, **{**one, "data": {**data, **one["data"]}}) for one in self.more),
+        first = replace(self, more=())
+        return first, *(
+            replace(one, context=self.context, data={**self.data, **one.data}) for one in self.more
         )
 
     @property
@@ -45,55 +44,29 @@ class FilledTemplate:
     def text(self) -> str:
         return self.context + self.question + self.prefix
 
-    def asked_more(self, others: Sequence[FilledTemplate]) -> FilledTemplate:
-        """Return this prompt with further questions: those of `others`, which have the same
-        context."""
-        own = ("question", "prefix", "references", "data")
-        return replace(
-            self, more=tuple({name: getattr(one, name) for name in own} for one in others)
-        )
-
-    def row(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> FilledTemplate:
-        more = tuple(one | {"references": tuple(one["references"])} for one in row.get("more", ()))
+        """Rebuild a prompt from `asdict` of it, as JSON has that."""
+        more = tuple(map(cls.from_row, row["more"]))
         return cls(**{**row, "references": tuple(row["references"]), "more": more})
 
 
-@dataclass(frozen=True, slots=True)
-class Template:
-    """Hold one of RULER's prompt templates: the user turn as `text`, and what goes after the
-    assistant header as `prefix`, which starts with a space."""
+class Template(NamedTuple):
+    """Hold one of RULER's prompt templates: the user turn before and after its context as `head` and
+    `tail`, and what goes after the assistant header as `prefix`, which starts with a space."""
 
-    text: str
+    head: str
+    tail: str
     prefix: str
-
-    @property
-    def head(self) -> str:
-        return self.text.partition("{context}")[0]
-
-    @property
-    def tail(self) -> str:
-        return self.text.partition("{context}")[2]
 
     def singular(self) -> Template:
         """Return the template in the singular, for one value of one key: "A special magic number",
         not "Some special magic numbers". It edits the task's own text, before a chat template
         surrounds it."""
-
-        def edit(text: str) -> str:
-            for old, new in (
-                ("Some", "A"),
-                ("are all", "is"),
-                ("are", "is"),
-                ("answers", "answer"),
-            ):
-                text = text.replace(old, new)
-            return text
-
-        return Template(edit(self.text), edit(self.prefix))
+        parts = list(self)
+        for old, new in {"Some": "A", "are all": "is", "are": "is", "answers": "answer"}.items():
+            parts = [part.replace(old, new) for part in parts]
+        return Template(*parts)
 
     def fill(
         self,
@@ -106,7 +79,7 @@ class Template:
     ) -> FilledTemplate:
         """Fill the template with a context and the values of its other `fields`. `references`: the
         right answers; `before`: a worked example that goes in front, inside the user turn."""
-        head, tail, prefix = (part.format(**fields) for part in (self.head, self.tail, self.prefix))
+        head, tail, prefix = (part.format(**fields) for part in self)
         return FilledTemplate(before + head + context, tail, prefix, references, data or {})
 
     def opens(self, text: str) -> bool:
@@ -141,30 +114,33 @@ def _prefix_pattern(prefix: str) -> str:
 TEMPLATES = {
     "niah": Template(
         "Some special magic {type_needle_v} are hidden within the following text. Make sure to memorize it. I will "
-        "quiz you about the {type_needle_v} afterwards.\n{context}\nWhat are all the special magic {type_needle_v} for "
-        "{query} mentioned in the provided text?",
+        "quiz you about the {type_needle_v} afterwards.\n",
+        "\nWhat are all the special magic {type_needle_v} for {query} mentioned in the provided text?",
         " The special magic {type_needle_v} for {query} mentioned in the provided text are",
     ),
     "vt": Template(
-        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: "
-        "Find all variables that are assigned the value {query} in the text above.",
+        "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n",
+        "\nQuestion: Find all variables that are assigned the value {query} in the text above.",
         " Answer: According to the chain(s) of variable assignment in the text above, {num_v} variables are assigned "
         "the value {query}, they are: ",
     ),
     "cwe": Template(
         "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
-        "appear most often.\n{context}\nQuestion: What are the 10 most common words in the above list?",
+        "appear most often.\n",
+        "\nQuestion: What are the 10 most common words in the above list?",
         " Answer: The top 10 words that appear most often in the list are:",
     ),
     "fwe": Template(
         "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
-        "appeared coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. "
+        "appeared coded words. ",
+        "\nQuestion: Do not provide any explanation. Please ignore the dots '....'. "
         "What are the three most frequently appeared words in the above coded text?",
         " Answer: According to the coded text above, the three most frequently appeared words are:",
     ),
     "qa": Template(
         "Answer the question based on the given documents. Only give me the answer and do not output any other words."
-        "\n\nThe following are given documents.\n\n{context}\n\nAnswer the question based on the given documents. Only "
+        "\n\nThe following are given documents.\n\n",
+        "\n\nAnswer the question based on the given documents. Only "
         "give me the answer and do not output any other words.\n\nQuestion: {query}",
         " Answer:",
     ),

@@ -3,6 +3,7 @@ of noise."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from string import ascii_uppercase
 
@@ -26,10 +27,10 @@ class _Chain(Generator):
         return HOPS + 1  # the assignments stand on distinct lines
 
     def probe(self, size: int, index: int) -> FilledTemplate:
-        return self.fill(size, before="")
-
-    def fill(self, size: int, before: str) -> FilledTemplate:
-        names = self._names()
+        names = [self.streams.letters(ascii_uppercase, self.letters) for _ in range(HOPS + 1)]
+        while len(set(names)) <= HOPS:  # the official script breaks off here (once in 10^6 draws)
+            names.append(self.streams.letters(ascii_uppercase, self.letters))
+        names = list(dict.fromkeys(names))
         value = self.value()
         chain = [f"VAR {names[0]} = {value}"]
         chain += [f"VAR {name} = VAR {source} " for source, name in pairwise(names)]
@@ -38,20 +39,10 @@ class _Chain(Generator):
         for shift, (place, assignment) in enumerate(zip(places, chain, strict=True)):
             lines.insert(place + shift, assignment)
         context = "\n".join(lines).replace(". \n", ".\n")
-        return TEMPLATES["vt"].fill(
-            context, tuple(names), before=before, query=value, num_v=str(HOPS + 1)
-        )
+        return TEMPLATES["vt"].fill(context, tuple(names), query=value, num_v=str(HOPS + 1))
 
     def value(self) -> str:
         return self.streams.value()
-
-    def _names(self) -> list[str]:
-        """Draw the distinct names of the chain's variables; where some are equal, more are drawn
-        after. The official script breaks off here (once in 10^6 draws)."""
-        names = [self.streams.letters(ascii_uppercase, self.letters) for _ in range(HOPS + 1)]
-        while len(set(names)) <= HOPS:
-            names.append(self.streams.letters(ascii_uppercase, self.letters))
-        return list(dict.fromkeys(names))
 
 
 class _Example(_Chain):
@@ -94,24 +85,15 @@ class Tracing(_Chain):
         example = _Example(text, streams).draw(smallest=self.is_fine)
         self._example = f"{example.text} {' '.join(example.references)}\n"
 
-    def official(self, samples: int) -> list[FilledTemplate]:
-        reserved = self.new_tokens + self.text.count(self._example, chat=False)
-        size = self.official_size(self.unit, reserved)
-        return [self.stepping_down(size, index) for index in range(samples)]
+    @property
+    def reserved(self) -> int:
+        return self.new_tokens + self.text.count(self._example, chat=False)
 
     def sample(self, size: int, index: int) -> FilledTemplate:
         """Draw a prompt as the model is asked, with a new worked example. The chain is drawn before
         the example changes, as in the official script."""
-        prompt = self.fill(size, before="")
-        return FilledTemplate(
-            f"{self._fresh_example()}\n{prompt.context}",
-            prompt.question,
-            prompt.prefix,
-            prompt.references,
-        )
-
-    def _fresh_example(self) -> str:
-        example = self._example
+        prompt, example = self.probe(size, index), self._example
         for name in example.split()[-HOPS - 1 :]:
             example = example.replace(name, self.streams.letters(ascii_uppercase, len(name)))
-        return example.replace(EXAMPLE_VALUE, self.streams.value())
+        example = example.replace(EXAMPLE_VALUE, self.streams.value())
+        return replace(prompt, context=f"{example}\n{prompt.context}")

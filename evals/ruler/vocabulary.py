@@ -8,10 +8,10 @@ import hashlib
 import random
 import uuid
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from importlib import resources
 from itertools import accumulate
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class Streams:
         return str(self.numpy.randint(10_000, 99_999))
 
 
-class PairIndex(Sequence[str]):
+class PairIndex:
     """List the distinct strings `adjective-noun` in order, and make each when it is asked for.
 
     The whole list has 6.17 million entries and takes seconds to build. An adjective's strings stand
@@ -68,16 +68,10 @@ class PairIndex(Sequence[str]):
         self._ends = list(accumulate(sizes))
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return self._ends[-1]
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not 0 <= index < len(self):
+    def __getitem__(self, index: int) -> str:
+        if index >= len(self):
             raise IndexError(index)
         block = bisect.bisect_right(self._ends, index)
         stem = self._stems[block]
@@ -95,24 +89,23 @@ def _families(adjectives: set[str]) -> dict[str, list[str]]:
     return families
 
 
-@lru_cache(maxsize=1)
+@cache
 def word_lists() -> dict[str, tuple[str, ...]]:
     """Read the lists `adjective`, `noun` and `verb` of the package wonderwords, in file order."""
     folder = resources.files("wonderwords.assets")
     kinds = ("adjective", "noun", "verb")
-    texts = {kind: (folder / f"{kind}list.txt").read_text(encoding="utf-8") for kind in kinds}
-    return {
-        kind: tuple(line.rstrip() for line in text.splitlines()) for kind, text in texts.items()
-    }
+    texts = ((folder / f"{kind}list.txt").read_text(encoding="utf-8") for kind in kinds)
+    lists = (tuple(map(str.rstrip, text.splitlines())) for text in texts)
+    return dict(zip(kinds, lists, strict=True))
 
 
-@lru_cache(maxsize=1)
+@cache
 def words_sha256() -> str:
     """Return the SHA-256 of the word lists, which shape the prompts."""
     return hashlib.sha256(repr(sorted(word_lists().items())).encode()).hexdigest()
 
 
-@lru_cache(maxsize=1)
+@cache
 def keys() -> PairIndex:
     """Return the keys by which RULER's needles are named, all strings `adjective-noun`, in the
     order in which RULER draws from them."""
@@ -120,7 +113,7 @@ def keys() -> PairIndex:
     return PairIndex(lists["adjective"], lists["noun"])
 
 
-@lru_cache(maxsize=1)
+@cache
 def distinct_words() -> tuple[str, ...]:
     """Return all distinct words of the three lists, sorted: 8166 in wonderwords 3.0.1."""
     return tuple(sorted({word for words in word_lists().values() for word in words}))

@@ -4,29 +4,29 @@ and scores. They are turns of a conversation, or requests that share the context
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
-from evals.base import Example, Score, Task, TaskEnv, TaskError, Turn
+from evals.base import Example, Score, Task, TaskEnv, TaskError, Turn, each_once, prompt_limit
 from evals.data import Row, Source, open_rows, require
 from evals.scbench import scoring
 from evals.scbench.tables import (
+    ABSENT,
     HUB_REPO,
     MAX_NEW_TOKENS,
     OPENING,
+    PRESETS,
     PROMPTS,
     SKILLS,
     fields,
-    names,
     shape,
 )
 
 MODES = ("multi_turn", "multi_request")
 LISTS = ("scbench_vt", "scbench_choice_eng")  # whose answers are several texts
-SPARE_TOKENS = 16  # for a BOS, and for what pieces may grow by when they are tokenised apart
 PLAIN_GAP = "\n\n"  # follows a given answer where there is no chat template
 
 
@@ -36,9 +36,11 @@ class SCBench(Task):
     requests of their own (`mode`). With `golden` the right answers stand in the conversation, as
     officially, instead of the model's own."""
 
-    version: ClassVar[str] = "2"
-    seeded: ClassVar[bool] = False
-    metric: ClassVar[str] = "SCBench score"
+    version = "2"
+    seeded = False
+    metric = "SCBench score"
+    # the scores of whole answers, where the official ones compare single characters
+    averaged = ("many_shot_whole", "qa_chn_whole")
 
     tasks: str | Sequence[str] = "english"
     mode: str = "multi_turn"
@@ -47,7 +49,6 @@ class SCBench(Task):
     turns: int = 5
     max_prompt_tokens: int | None = None
     revision: str = "f43226eed3a026f927a67c60739c228390d959c2"
-    _opened: dict[str, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -58,13 +59,22 @@ class SCBench(Task):
             raise TaskError(
                 "task.golden=false is of conversations: requests do not see one another's answers."
             )
-        for name, least in (("samples", 1), ("turns", 1), ("max_prompt_tokens", 2)):
-            if (value := getattr(self, name)) is not None and value < least:
-                raise TaskError(f"task.{name}={value} must be at least {least}.")
+        self._refuse_below("must be at least {}.", samples=1, turns=1, max_prompt_tokens=2)
         self.names()
 
     def names(self) -> tuple[str, ...]:
-        return names(self.tasks if isinstance(self.tasks, str) else list(self.tasks))
+        """Return the names of the tasks that `tasks` selects: a preset, one name, or several."""
+        wanted = each_once(self.tasks)
+        wanted = PRESETS.get(wanted[0], wanted) if isinstance(self.tasks, str) else wanted
+        if name := next((name for name in wanted if name in ABSENT), None):
+            raise TaskError(
+                f"task.tasks: {name} {ABSENT[name]}, which is not offered: choose others."
+            )
+        if not wanted or not set(wanted) <= set(MAX_NEW_TOKENS):
+            raise TaskError(
+                f"task.tasks={self.tasks!r}: choose {', '.join(PRESETS)}, or of {', '.join(MAX_NEW_TOKENS)}."
+            )
+        return wanted
 
     def require(self, data_root: Path | None) -> None:
         require(map(self._source, self.names()), data_root)
@@ -94,21 +104,13 @@ class SCBench(Task):
             return Score(value, {"qa_chn_whole": scoring.characters_f1(output, answers)})
         return Score(value)
 
-    def averages(
-        self, groups: Mapping[str, float], details: Mapping[str, float] | None = None
-    ) -> dict[str, float]:
-        """Return `mean` over tasks, the mean of each of the paper's skills whose tasks all ran,
-        and, where official scores compare single characters, those that compare whole answers."""
-        skills = {
+    def averages_of(self, groups: Mapping[str, float]) -> dict[str, float]:
+        """Return the mean of each of the paper's skills whose tasks all ran."""
+        return {
             skill: fmean(groups[task] for task in tasks)
             for skill, tasks in SKILLS.items()
             if groups.keys() >= set(tasks)
         }
-        whole = {name: value for name, value in (details or {}).items() if name.endswith("_whole")}
-        return super().averages(groups) | skills | whole
-
-    def provenance(self) -> dict[str, Any]:
-        return dict(self._opened)
 
     def _source(self, name: str) -> Source:
         return Source(
@@ -146,11 +148,12 @@ class SCBench(Task):
             env.text.count(turn.question, turn.prefix) + len(env.text.encode(turn.reply or ""))
             for turn in further
         )
-        context, question = _split(PROMPTS[name].first, turns[0].fields)
+        known = turns[0].fields
+        head, tail = PROMPTS[name].first.split("{context}")
         yield Example(
             **_common(row_id, name, turns[0]),
-            context=context,
-            question=question,
+            context=head.format_map(known) + known["context"],
+            question=tail.format_map(known),
             further=further,
             max_prompt_tokens=self._limit(env, len(turns) * MAX_NEW_TOKENS[name] + later),
         )
@@ -171,18 +174,11 @@ class SCBench(Task):
     def _limit(self, env: TaskEnv, rest: int) -> int | None:
         """Return how many tokens the first prompt may have before the chat template is put around
         it, None for any number. `rest`: tokens of all that follows it."""
-        if self.max_prompt_tokens is not None or env.window is None:
-            return self.max_prompt_tokens
-        limit = env.window - rest - env.text.count("") - SPARE_TOKENS
-        if limit < 2:
-            raise TaskError(
-                f"The model's window of {env.window} tokens has no room for a context: lower task.turns."
-            )
-        return limit
+        says = f"The model's window of {env.window} tokens has no room for a context: lower task.turns."
+        return prompt_limit(env, self.max_prompt_tokens, rest + env.text.count(""), says)
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
+class _Asked(NamedTuple):
     """Hold one question of a row of SCBench's data: the values that fill the prompt templates, and
     the right answers."""
 
@@ -218,13 +214,6 @@ def _common(example_id: str, name: str, turn: _Asked, **data: Any) -> dict[str, 
         "max_new_tokens": MAX_NEW_TOKENS[name],
         "data": {"task": name, **data},
     }
-
-
-def _split(template: str, known: Mapping[str, str]) -> tuple[str, str]:
-    """Fill a template with the values `known`. Return the part up to the end of its context, and
-    the rest."""
-    head, tail = template.split("{context}")
-    return head.format_map(known) + known["context"], tail.format_map(known)
 
 
 def _cut(text: str, limit: int | None, env: TaskEnv) -> tuple[str, int]:

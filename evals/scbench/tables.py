@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evals.base import TaskError
 from evals.data import Shape
 from evals.scbench.scoring import OPTIONS
 
@@ -102,19 +101,3 @@ def _asked(text: str) -> str:
     if not found:
         raise ValueError(f"{text!r} does not end in 'The ... is'")
     return f"What is {found[0].lower()[:-3]}?"
-
-
-def names(tasks: str | list[str] | tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of SCBench's tasks that a setting selects: a preset, one name, or a list of
-    names."""
-    wanted = PRESETS.get(tasks, (tasks,)) if isinstance(tasks, str) else tuple(dict.fromkeys(tasks))
-    for name in wanted:
-        if name in ABSENT:
-            raise TaskError(
-                f"task.tasks: {name} {ABSENT[name]}, which is not offered: choose others."
-            )
-    if not wanted or not set(wanted) <= set(MAX_NEW_TOKENS):
-        raise TaskError(
-            f"task.tasks={tasks!r}: choose {', '.join(PRESETS)}, or of {', '.join(MAX_NEW_TOKENS)}."
-        )
-    return wanted

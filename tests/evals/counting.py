@@ -55,6 +55,13 @@ class Words:
         return len(self.encode(user)) + len(self.encode(prefix)) + len(self.encode(system))
 
 
+class Chat(Words):
+    """Words in a chat template of four tokens, seven in a first turn."""
+
+    def count(self, user: str, prefix: str = "", *, system: str = "", chat: bool = True) -> int:
+        return super().count(user, prefix, system=system, chat=chat) + (4 if system else 7)
+
+
 class Bytes:
     """A token is a byte, so characters may be split between tokens. With `strips` a text loses its first space when it
     is decoded, as tokenizers in the manner of sentencepiece have it."""

@@ -12,24 +12,17 @@ import pytest
 
 from evals.base import TaskEnv, TaskError
 from evals.longbench import DATASETS, ENGLISH, PRESETS, LongBench
+from tests.evals.counting import CountedText
 
 # of all 21 templates of LongBench's dataset2prompt.json
 PROMPTS_SHA256 = "e7d865d712fe45e2455f5e864ac474001d7758d68d349e76ffbcdd382483358f"
 
 
-class Words:
-    """One token a word; a template costs three."""
-
-    fingerprint = "words"
-
-    def encode(self, text: str) -> list[int]:
-        return list(range(len(text.split())))
-
-    def decode(self, ids: Any) -> str:
-        return " ".join(map(str, ids))
+class Templated(CountedText):
+    """A template costs three."""
 
     def count(self, user: str, prefix: str = "", *, system: str = "", chat: bool = True) -> int:
-        return len((user + prefix + system).split()) + 3 * chat
+        return super().count(user, prefix, system=system) + 3 * chat
 
 
 def task(**changes: Any) -> LongBench:
@@ -38,7 +31,7 @@ def task(**changes: Any) -> LongBench:
 
 
 def env(root: Path | None, window: int | None = None) -> TaskEnv:
-    return TaskEnv(text=Words(), seed=0, data_root=root, window=window)
+    return TaskEnv(text=Templated(), seed=0, data_root=root, window=window)
 
 
 def row(name: str, **changes: Any) -> dict[str, Any]:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import doctest
 import hashlib
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
-from evals import haystack, needles
+from evals import haystack
 from evals.base import TaskEnv, TaskError
-from evals.needles import SANDWICH
-from evals.niah import Niah
-from harness.config.catalogue import CONF
 from tests.evals.counting import CountedText, Words
 from tests.fast import niah
 
@@ -60,39 +54,8 @@ def test_a_length_without_room_names_the_smallest() -> None:
 def test_a_number_of_depths_is_even_steps_of_tenths() -> None:
     assert niah(depths=4).percents == [0.0, 33.3, 66.7, 100.0]  # they are part of a prompt's seed
     assert niah(depths=1001).percents[:3] == [0.0, 0.1, 0.2]
-
-
-@pytest.mark.parametrize("depths", [[0.5], [0, 0.25, 1], [0, 1], [0.5, 50]])
-def test_depths_that_may_be_shares_are_refused(depths: list[float]) -> None:
-    with pytest.raises(TaskError, match=rf"depths={re.escape(str(depths))} may be shares .* 50 for the middle"):
-        niah(depths=depths)
-
-
-@pytest.mark.parametrize("depths", [[0], [0.0, 1.0, 2.5], [1, 100]])
-def test_depths_in_percents_are_taken_as_they_are(depths: list[float]) -> None:
-    assert niah(depths=depths).percents == depths
-
-
-def test_doctests() -> None:
-    assert doctest.testmod(needles).failed == doctest.testmod(haystack).failed == 0
-
-
-def preset(name: str, **changes: Any) -> Niah:
-    values = yaml.safe_load((CONF / "task" / f"{name}.yaml").read_text())
-    del values["_target_"]
-    return Niah(**values | changes)
-
-
-def test_pqcaches_prompt_is_the_papers() -> None:
-    (example,) = preset("niah_pqcache", lengths=[600], depths=[50]).examples(env())
-    assert example.context.startswith("You are a helpful AI bot that answers questions for a user. Keep your response")
-    assert "direct.\n        Document:\n        ```\n        " in example.context
-    assert example.question == (
-        "\n```\n        What is the best thing to do in San Francisco? Don't give information outside the document or "
-        "repeat your findings.\n"
-    )
-    assert example.references == (SANDWICH,)
-    assert (example.max_new_tokens, max(preset("niah_pqcache").lengths)) == (128, 30000)
+    for depths in ([0], [0.0, 1.0, 2.5], [1, 100]):
+        assert niah(depths=depths).percents == depths
 
 
 def files_env(root: Path | None) -> TaskEnv:

@@ -19,17 +19,17 @@ from typing import Any
 import pytest
 
 from evals.base import Task, TaskEnv
-from evals.longbench import DATASETS
+from evals.longbench import DATASETS, PRESETS
 from harness.config import plugins
 from harness.config.catalogue import entries
-from tests.evals.counting import Words
+from tests.evals.counting import Chat, Words
 
 HERE = Path(__file__).parent
 FILE = HERE / "stored_prompts.json"
 SCBENCH: dict[str, Any] = json.loads((HERE / "scbench_prompts.json").read_text(encoding="utf-8"))
 NIAH = ["niah_single_3", "niah_multikey_1", "niah_multikey_3", "niah_multivalue", "niah_multiquery"]
 RULER = ["niah_single_1", "niah_single_2", "niah_multikey_2", *NIAH, "vt", "cwe", "fwe", "qa_1", "qa_2"]
-WORDS = [name for name, data_set in DATASETS.items() if not data_set.metric.endswith("_zh")]  # need no jieba
+WORDS = [name for name in DATASETS if name not in PRESETS["chinese"] or name == "lsht"]  # need no jieba
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("gsm8k", {"prompt": "lm_eval", "extraction": "strict"}),
     ("longbench", {"datasets": WORDS}),
@@ -48,6 +48,17 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("scbench", {"tasks": "all", "mode": "multi_request"}),
     ("wikitext2", {"window": 200, "scored": 50}),
     ("wikitext2", {"window": 200, "scored": 50, "stride": 70, "samples": 5}),
+    ("multiturn", {"conversations": 3, "turns": 4, "replies": "given", "longest": 2500}),
+    ("multiturn", {"conversations": 2, "turns": 3, "replies": "forced", "longest": 2500}),
+    ("multiturn", {"conversations": 2, "turns": 6, "about": "first"}),
+    *(
+        ("multiturn", {"source": "talks.json", "conversations": 1, "replies": who})
+        for who in ("own", "given", "forced")
+    ),
+    ("multiturn", {"source": "talks.json", "conversations": 1, "longest": 70, "max_new_tokens": 3}),
+    ("multiturn", {"source": "talks.jsonl", "conversations": 2}),
+    ("multiturn", {"source": "talks.jsonl", "conversations": 1, "turns": 2}),
+    ("overflow", {"conversations": 1, "window": 5000, "questions": 5}),
 ]
 LATER = ("apart", "earlier", "long_question", "halves_apart")  # fields that came after the prompts were stored
 OUTPUTS = [
@@ -72,6 +83,11 @@ def write(root: Path) -> None:
         lines = [json.dumps(row, ensure_ascii=False) for row in rows]
         (root / name).write_text(lines[0] if whole else "\n".join(lines), encoding="utf-8")
 
+    said = ["Hello", "Who is Ada?", "A mathematician of her century.", "And Bo?", "Nobody knows.", "Bye"]
+    turns = [{"from": ("gpt", "human")[number % 2], "value": value} for number, value in enumerate(said)]
+    talks = {"none": turns[:1], "two": turns[1:]}
+    put("talks.json", [{"id": name, "conversations": talk} for name, talk in talks.items()], whole=True)
+    put("talks.jsonl", *({"question_id": n, "turns": said[n:]} for n in (4, 5)))
     put("PaulGrahamEssays.json", {"text": text(9000)}, whole=True)
     put("gsm8k/test.jsonl", *({"question": text(9), "answer": f"<<1>>\n#### {n}"} for n in ("18", "1,234", "-7")))
     for name in WORDS:
@@ -101,14 +117,14 @@ def digests(root: Path, name: str, changes: dict[str, Any]) -> dict[str, str]:
     (entry,) = (entry for entry in entries("task") if entry.name == name)
     values = {key: value for key, value, _ in entry.parameters()}
     task: Task = plugins.build({"_target_": entry.target} | values | changes, "task")
-    env = TaskEnv(text=Words(), seed=42, data_root=root, window=6000)
+    env = TaskEnv(text=Chat() if "turns" in changes else Words(), seed=42, data_root=root, window=6000)
     prompts, scores = hashlib.sha256(), hashlib.sha256()
     groups, details = dict[str, list[float]](), dict[str, list[float]]()
     for example in islice(task.examples(env), 90):
         fields = {name: value for name, value in asdict(example).items() if name not in LATER or value}
         prompts.update(json.dumps(fields, sort_keys=True).encode())
         for turn in example.turns:
-            for output in ["0.5", "2"] if name == "wikitext2" else [*OUTPUTS, *turn.references]:
+            for output in ["0.5", "2"] if turn.teacher_forced else [*OUTPUTS, *turn.references]:
                 score = task.score(turn, output)
                 scores.update(repr((score.value, sorted(score.details.items()))).encode())
                 groups.setdefault(example.group, []).append(score.value)
