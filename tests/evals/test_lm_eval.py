@@ -113,34 +113,49 @@ def test_filters_and_metrics_are_the_tasks(folder: str) -> None:
     assert task.averages({"sums": 0.5}, {"exact_match,last": 0.5}) == {"mean": 0.5, "exact_match,last": 0.5}
 
 
-def with_rows(folder: str, tmp_path: Path, name: str, rows: str, text: str | None = None) -> LmEval:
-    """The task over a file of other rows, and with another `text` of the yaml."""
+def with_rows(folder: str, tmp_path: Path, name: str, rows: str, text: str = "", kind: str = "json") -> LmEval:
+    """The task over a file of other rows of this kind, and with another `text` of the yaml."""
     (tmp_path / "other.jsonl").write_text(rows)
     whole = (Path(folder) / f"{name}.yaml").read_text()
     whole = whole.replace(YAMLS[name], text or YAMLS[name]).replace(f"{folder}/rows.jsonl", f"{tmp_path}/other.jsonl")
-    (tmp_path / f"{name}.yaml").write_text(whole.replace(f"{folder}/cache", f"{tmp_path}/cache"))
+    whole = whole.replace(f"{folder}/cache", f"{tmp_path}/cache").replace("path: json", f"path: {kind}")
+    (tmp_path / f"{name}.yaml").write_text(whole)
     return LmEval(name=name, include_path=str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("name", "missing", "says"),
-    [
-        *((*case, "has no right answer") for case in (("pick", {"right": -1}), ("pick", {"right": 9}))),
-        *(("sums", {"a": empty}, "has no right answer in 'a'") for empty in (" ", None)),
-        ("pick", {"right": None}, "has no right answer in 'right'"),
-        *(("listed", {"options": empty}, "has no right answer in 'options'") for empty in ([], None, [""], [None])),
-        *((name, {"q": empty}, "leaves 'q' empty") for name in ("sums", "pick", "listed") for empty in (None, " ")),
-        ("pick", {"options": None}, "leaves 'options' empty"),
-        ("pick", {"options": [None, "b"]}, "a choice is null"),
-        ("named", {"q": None}, "leaves 'q' empty"),
-    ],
-)
-def test_a_row_without_question_choices_or_right_answer_is_named(
-    folder: str, tmp_path: Path, name: str, missing: dict[str, Any], says: str
+def without(**missing: Any) -> str:
+    return "".join(json.dumps(row) + "\n" for row in (ROWS[0], ROWS[1] | missing, ROWS[2]))
+
+
+SHOWN = SUMS.replace("{{q}}", "{% if q %}{{q}}{% endif %}{{options[0]}}") + "num_fewshot: 1\n"
+ROW = "NAME: row 2 of FOLDER/other.jsonl .*"
+EMPTY = "^[^ ]*other.jsonl is empty: write rows into it, or name another file"
+WRONG: list[tuple[str, str, str, dict[str, str]]] = [
+    *(("pick", without(right=label), ROW + "has no right answer.* drop the row", {}) for label in (-1, 9)),
+    *(("sums", without(a=empty), ROW + "has no right answer in 'a'.* drop the row", {}) for empty in (" ", None)),
+    ("pick", without(right=None), ROW + "has no right answer in 'right'.* drop the row", {}),
+    *(("listed", without(options=empty), ROW + "has no right answer in 'options'.* drop the row", {})
+      for empty in ([], None, [""], [None])),
+    *((name, without(q=empty), ROW + "leaves 'q' empty.* drop the row", {})
+      for name in ("sums", "pick", "listed") for empty in (None, " ")),
+    ("pick", without(options=None), ROW + "leaves 'options' empty.* drop the row", {}),
+    ("pick", without(options=[None, "b"]), ROW + "a choice is null.* drop the row", {}),
+    ("named", without(q=None), ROW + "leaves 'q' empty.* drop the row", {}),
+    ("sums", json.dumps(ROWS[0]) + "\n" + json.dumps(ROWS[1] | {"options": [None]}) + "\n",
+     'row 1 of .*, or a row that is shown before it, would write a null as "None"', {"text": SHOWN}),
+    ("sums", json.dumps(ROWS[0]) + '\n{"q": oops}\n', "other.jsonl .*row 2", {}),
+    ("sums", '{"q": "1"}\n', "'a'", {}),
+    *(("sums", rows, EMPTY, {}) for rows in ("", "\n\n", "[]")),
+    *(("sums", rows, EMPTY, {"kind": kind}) for kind, rows in (("csv", ""), ("csv", "q,a\n"), ("parquet", ""))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "rows", "says", "more"), WRONG)
+def test_rows_that_make_no_prompt_or_score_are_named(
+    folder: str, tmp_path: Path, name: str, rows: str, says: str, more: dict[str, str]
 ) -> None:
-    rows = "".join(json.dumps(row) + "\n" for row in (ROWS[0], ROWS[1] | missing, ROWS[2]))
-    with pytest.raises(TaskError, match=f"{name}: row 2 of {tmp_path}/other.jsonl .*{says}.* drop the row"):
-        list(with_rows(folder, tmp_path, name, rows).examples(ENV))
+    with pytest.raises(TaskError, match=says.replace("NAME", name).replace("FOLDER", str(tmp_path))):
+        list(with_rows(folder, tmp_path, name, rows, **more).examples(ENV))
 
 
 def test_a_corrected_file_is_read_again_by_the_same_process(folder: str, tmp_path: Path) -> None:
@@ -157,35 +172,6 @@ def test_what_a_template_guards_may_be_empty(folder: str, tmp_path: Path) -> Non
     assert (example.context, example.references) == ("Q: 1B\nA:", ("7",))
 
 
-def test_a_null_of_a_shown_row_is_named(folder: str, tmp_path: Path) -> None:
-    text = SUMS.replace("{{q}}", "{% if q %}{{q}}{% endif %}{{options[0]}}") + "num_fewshot: 1\n"
-    rows = "".join(json.dumps(row) + "\n" for row in (ROWS[0], ROWS[1] | {"options": [None]}))
-    with pytest.raises(TaskError, match=r'row 1 of .*, or a row that is shown before it, would write a null as "None"'):
-        list(with_rows(folder, tmp_path, "sums", rows, text).examples(ENV))
-
-
-@pytest.mark.parametrize(
-    ("rows", "says"),
-    [
-        (json.dumps(ROWS[0]) + '\n{"q": oops}\n', "other.jsonl .*row 2"),
-        ('{"q": "1"}\n', "'a'"),
-        *((rows, "^[^ ]*other.jsonl is empty: write rows") for rows in ("", "\n\n", "[]")),
-    ],
-)
-def test_data_that_do_not_fit_get_a_sentence(folder: str, tmp_path: Path, rows: str, says: str) -> None:
-    with pytest.raises(TaskError, match=says):
-        list(with_rows(folder, tmp_path, "sums", rows).examples(ENV))
-
-
-@pytest.mark.parametrize(("kind", "text"), [("csv", ""), ("csv", "q,a\n"), ("parquet", "")])
-def test_an_empty_table_is_named(folder: str, tmp_path: Path, kind: str, text: str) -> None:
-    task = with_rows(folder, tmp_path, "sums", text)
-    yaml = (tmp_path / "sums.yaml").read_text().replace("dataset_path: json", f"dataset_path: {kind}")
-    (tmp_path / "sums.yaml").write_text(yaml)
-    with pytest.raises(TaskError, match=r"other\.jsonl is empty: write rows into it, or name another file"):
-        list(task.examples(ENV))
-
-
 def test_choices_are_fed_behind_the_prompt(folder: str) -> None:
     task, found = examples(folder, "pick")
     assert found[0].context == "2 + 3?\nAnswer:"  # white space at the end is the choices'
@@ -198,12 +184,8 @@ def test_choices_are_fed_behind_the_prompt(folder: str) -> None:
     assert (chat.chat, chat.choices) == (True, ("5", "6 apples", "7"))
 
 
-def test_a_group_is_all_its_tasks(folder: str) -> None:
-    _, found = examples(folder, "both")
-    assert sorted({example.group for example in found}) == ["pick", "sums"]
-
-
-def test_what_our_loop_does_not_ask_is_refused(folder: str) -> None:
+def test_a_group_is_all_its_tasks_and_what_our_loop_does_not_ask_is_refused(folder: str) -> None:
+    assert sorted({example.group for example in examples(folder, "both")[1]}) == ["pick", "sums"]
     with pytest.raises(TaskError, match="do_sample"):
         examples(folder, "drawn")
 

@@ -11,6 +11,7 @@ import pytest
 
 from evals.base import Example, TaskEnv, TaskError
 from evals.ruler import Ruler
+from evals.ruler.templates import TEMPLATES
 from tests.evals.counting import CountedText
 
 NIAH = {
@@ -22,17 +23,6 @@ NIAH = {
     "length": 190,
     "answer_prefix": " The special magic number for old-fan mentioned in the provided text is",
 }
-VT_INPUT = (
-    " Memorize and track the chain(s) of variable assignment hidden in the following text.\n\nVAR ABC = 12345\n"
-    "Question: Find all variables that are assigned the value 12345 in the text above. Answer: According to "
-    "the chain(s) of variable assignment in the text above, 5 variables are assgined the value 12345, they "
-    "are:  ABC\n\n\n\nMemorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
-    "VAR QQQQQ = 54321\nQuestion: Find all variables that are assigned the value 54321 in the text above."
-)
-VT_PREFIX = (
-    " Answer: According to the chain(s) of variable assignment in the text above, 5 variables are assgined the value "
-    "54321, they are: "
-)
 
 
 def write(path: Path, *records: Mapping[str, Any]) -> Path:
@@ -70,24 +60,19 @@ def test_current_layout(tmp_path: Path, place: str) -> None:
 
 
 def test_older_layout_gives_the_prefix_back(tmp_path: Path) -> None:
-    merged = {"input": NIAH["input"] + NIAH["answer_prefix"], "outputs": ["1234567"]}
-    write(tmp_path / "4096" / "niah_single_1.jsonl", merged)
-    write(tmp_path / "4096" / "vt.jsonl", {"input": VT_INPUT + VT_PREFIX, "outputs": ["QQQQQ"]})
-    write(tmp_path / "4096" / "qa_1.jsonl", {"input": QA + " Answer:", "outputs": ["x"]})
-    niah, vt, qa = read(tmp_path, ["niah_single_1", "vt", "qa_1"])
-    assert (niah.context + niah.question, niah.prefix) == (NIAH["input"], NIAH["answer_prefix"])
-    assert (vt.context + vt.question, vt.prefix) == (VT_INPUT, VT_PREFIX)
-    assert vt.context.endswith("VAR QQQQQ = 54321")
-    assert (qa.context + qa.question, qa.prefix) == (QA, " Answer:")
-    assert qa.question.startswith("\n\nAnswer the question")
-    assert qa.question.endswith("Question: why?")
-
-
-QA = (
-    "Answer the question based on the given documents. Only give me the answer and do not output any other "
-    "words.\n\nThe following are given documents.\n\nDocument 1:\nx Answer: y\n\nAnswer the question based on "
-    "the given documents. Only give me the answer and do not output any other words.\n\nQuestion: why?"
-)
+    worked = TEMPLATES["vt"].fill("VAR ABC = 12345", (), query="12345", num_v="5").text
+    tracked = TEMPLATES["vt"].fill("VAR Q = 5", (), before=f" {worked} ABC\n\n\n\n", query="5", num_v="5")
+    asked = TEMPLATES["qa"].fill("Document 1:\nx Answer: y", (), query="why?")
+    for task, user, prefix in (
+        ("niah_single_1", NIAH["input"], NIAH["answer_prefix"]),
+        ("vt", *(part.replace("variables are assigned", "variables are assgined") for part in
+                 (tracked.user, tracked.prefix))),
+        ("qa_1", asked.user, " Answer:"),
+    ):  # fmt: skip
+        write(tmp_path / "4096" / f"{task}.jsonl", {"input": user + prefix, "outputs": ["x"]})
+        (found,) = read(tmp_path, [task])
+        assert (found.context + found.question, found.prefix) == (user, prefix)
+        assert found.question.startswith(("\nWhat is the", "\nQuestion: Find", "\n\nAnswer the question"))
 
 
 @pytest.mark.parametrize(

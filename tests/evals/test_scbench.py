@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -58,13 +58,6 @@ def by_task(made: list[Example]) -> dict[str, list[Example]]:
     return {name: [one for one in made if one.group == name] for name in PROMPTS}
 
 
-def test_a_conversation_without_a_template_is_the_official_text(write: Callable[..., Path]) -> None:
-    for name, (talk,) in by_task(examples(write(), plain=True)).items():
-        first, *later = talk.turns
-        said = [first.context + first.question, *((one.reply or "") + one.question + one.prefix for one in later)]
-        assert said == PROMPTS[name]["plain"], name
-
-
 class Template:
     """A tokenizer of characters with the template that the expected texts have."""
 
@@ -79,27 +72,28 @@ class Template:
         return "".join(said) + "<assistant>"
 
 
-def test_a_conversation_in_a_template_is_the_official_text(write: Callable[..., Path]) -> None:
-    """As --use_chat_template, which the official scripts set; math_find's later turns with the last one's question."""
-    for name, (talk,) in by_task(examples(write())).items():
-        first, *later = talk.turns
-        tokenizer: Any = Template()
-        said = [
-            render(first, tokenizer, chat="template"),
-            *(render_turn(one, tokenizer, chat="template") for one in later),
-        ]
-        assert [prompt.text for prompt in said] == PROMPTS[name]["chat"], name
-        assert all(prompt.replaces_answer for prompt in said[1:])
-
-
-def test_requests_share_the_official_context(write: Callable[..., Path]) -> None:
-    for name, asked in by_task(examples(write(), mode="multi_request")).items():
-        context, *questions = PROMPTS[name]["requests"]
+def test_prompts_are_the_official_texts(write: Callable[..., Path]) -> None:
+    """In a template as --use_chat_template, which the official scripts set; math_find's later turns with the last one's
+    question."""
+    root, tokenizer = write(), cast(Any, Template())
+    plain, in_chat, requests = by_task(examples(root, plain=True)), by_task(examples(root)), by_task(
+        examples(root, mode="multi_request"))  # fmt: skip
+    for name, official in PROMPTS.items():
+        first, *later = plain[name][0].turns
+        said = [first.context + first.question, *((one.reply or "") + one.question + one.prefix for one in later)]
+        assert said == official["plain"], name
+        first, *later = in_chat[name][0].turns
+        prompts = [render(first, tokenizer, chat="template")]
+        prompts += [render_turn(one, tokenizer, chat="template") for one in later]
+        assert [prompt.text for prompt in prompts] == official["chat"], name
+        assert all(prompt.replaces_answer for prompt in prompts[1:])
+        context, *questions = official["requests"]
+        asked = requests[name]
         assert {one.context for one in asked} == {context}
         assert [one.question for one in asked] == questions
-        assert {one.unit for one in asked} == {f"{name}/0"}
-        assert not any(one.further for one in asked)
-        assert {one.max_new_tokens for one in asked} == {MAX_NEW_TOKENS[name]}
+        assert {(one.unit, one.further, one.max_new_tokens) for one in asked} == {
+            (f"{name}/0", (), MAX_NEW_TOKENS[name])
+        }
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: f"{vector['task']}-{vector['output'][:20]!r}")
@@ -113,18 +107,6 @@ def test_scores_are_the_official_ones_to_the_last_digit(vector: dict[str, Any], 
     (example,) = examples(write(**{name: [row]}), tasks=name)
     example = replace(example, references=("",)) if blank else example
     assert SCBench().score(example, vector["output"]).value == vector["score"]
-
-
-def test_whole_answers_are_told_beside_scores_by_characters(write: Callable[..., Path]) -> None:
-    made, task = by_task(examples(write())), SCBench()
-    shot, chinese = made["scbench_many_shot"][0], made["scbench_qa_chn"][0]
-    assert task.score(shot, "(B)").value == 1.0  # its brackets are characters of "(A)"
-    assert task.score(shot, "(B)").details == {"many_shot_whole": 0.0}
-    assert task.score(shot, "it is (a)").details == {"many_shot_whole": 1.0}
-    assert task.score(chinese, "张三").details == {"qa_chn_whole": 1.0}
-    groups = {name: 0.5 for name in ("scbench_kv", "scbench_prefix_suffix", "scbench_vt", "scbench_mf")}
-    averages = task.averages(groups, {"many_shot_whole": 0.25, "other": 1.0})
-    assert averages == {"mean": 0.5, "string_retrieval": 0.5, "many_shot_whole": 0.25}
 
 
 def test_long_contexts_are_cut_in_the_middle_and_stay_shared(write: Callable[..., Path]) -> None:
