@@ -60,6 +60,7 @@ template <class T> struct Packed {
 // Holds what one thread needs for a task.
 template <class T> struct Task {
     using E = typename T::Element;
+    static constexpr bool ON_TILES = std::is_same_v<T, BF16>;  // so that nothing of it is built for fp32
     const Call& call;
     const Packed<T>& packed;
     int64_t dim, wide, words;
@@ -113,7 +114,7 @@ template <class T> struct Task {
     }
 
     void multiply_keys(const uint32_t* keys) {
-        if (call.by_tiles) {
+        if (ON_TILES && call.by_tiles) {
             for (int n = 0; n < KEYS; n += 32)
                 multiply_tiles<false>(q.data(), words, keys + n, KEYS, logits[0] + n, KEYS, words / LANES);
             return;
@@ -163,7 +164,7 @@ template <class T> struct Task {
     }
 
     void add_values(const uint32_t* values) {
-        if (call.by_tiles) {
+        if (ON_TILES && call.by_tiles) {
             for (int64_t n = 0; n < wide; n += 32)
                 multiply_tiles<true>(weights, WEIGHT_WORDS, values + n, wide, &acc[n], wide, WEIGHT_WORDS / LANES);
             return;
