@@ -57,7 +57,7 @@ GPU_WORKERS = $(shell $(GPU_PYTHON) -c 'import xdist' 2>/dev/null && printf %s '
 # InfLLM and LM-Infinite have a prefill of their own, which would take most of the time. A captured step cannot ask what
 # ShadowKV's hit cache holds.
 ONE_PREFILL = full streaming h2o snapkv pyramidkv adakv quest pqcache rocketkv shadowkv:hit_cache=false sparq infinigen \
-    kivi oracle
+    kivi oracle ada_pyramid tova rkv kvzip vattention
 OFFLOADED = full full_offloaded infinigen shadowkv pqcache:cache_tokens=4096 pqcache sparq
 SEED ?= 0
 OUT ?= results/runs/bench

@@ -48,7 +48,7 @@ from harness.jobs.memory import CacheSpec, MemoryForecast, lacking, largest_batc
 from harness.models.base import LoadedModel, ModelInfo, ModelSource
 from harness.models.devices import usual_chunk, usual_overlap
 from harness.prompts.prompt import calibration_text
-from methods.base import Budget, BudgetError, Method
+from methods.base import BudgetError, Method
 from methods.full import Full
 from methods.tiers.tier import DEVICE, TIERS
 
@@ -218,8 +218,10 @@ def attachment(
     """Return the pair of a model and a method, from which an engine makes the caches that the
     model's attention then runs through. Budget, placement and the like are those of the benchmark's
     options; `text`: token ids by which a method may calibrate itself."""
+    budget, codec = methods.given_to(method, options)
     attaching = AttachOptions(
-        budget=options.budget,
+        budget=budget,
+        codec=codec,
         placement=options.placement if method.offloads else DEVICE,
         calibration=torch.tensor([text]),
         reuse_steps=options.reuse_steps if method.uses_budget else 0,
@@ -237,6 +239,7 @@ def cache_spec(method: Method, options: argparse.Namespace) -> CacheSpec:
     """Return what the memory forecast (harness/jobs/memory.py) needs to know of these options."""
     settings = Settings(
         budget=options.budget,
+        codec=options.codec,
         placement=options.placement if method.offloads else DEVICE,
         dtype=options.dtype,
         device=options.device,
@@ -244,7 +247,7 @@ def cache_spec(method: Method, options: argparse.Namespace) -> CacheSpec:
         overlap="on" if _overlaps(method, options) else "off",
         graphs="off" if options.device == "cpu" else "on",
     )
-    return CacheSpec(settings, method, Budget(options.budget) if method.uses_budget else None)
+    return CacheSpec(settings, method, methods.given_to(method, options)[0])
 
 
 def fitting(
@@ -363,14 +366,14 @@ def main(options: argparse.Namespace) -> None:
             f"--new {options.new} leaves no step to time after the second token: use at least 3."
         )
     options.synthetic |= options.shape is not None
-    methods.chosen(options.methods, options.config_dir)  # a wrong name is found now
+    methods.chosen(options)  # a wrong name is found now
     source = arguments.source(options.shape, options.layers)
     known = limits.told(options.device)
     loaded, text, attach = prepared(source, options)
     info = source.describe()
     filled = "prompt KV synthetic" if options.synthetic else "real prefill"
     title = (
-        f"Decoding with {loaded.name}, {options.dtype}, {options.device}, budget {options.budget}, "
+        f"Decoding with {loaded.name}, {options.dtype}, {options.device}, {methods.title(options)}, "
         f"placement {options.placement}; {filled}"
     )
     facts = {"limits": known, "synthetic": options.synthetic, "model": loaded.name}
@@ -385,8 +388,7 @@ def main(options: argparse.Namespace) -> None:
 
         return measured
 
-    for batch in options.batch:
-        methods.measured(options, report, partial(after, batch=batch), _told, batch=batch)
+    methods.measured(options, report, after, _told)
     report.finish(_draw)
 
 

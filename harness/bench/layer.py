@@ -34,7 +34,8 @@ from harness.engine.step_parts import PHASES
 from harness.engine.trace import Stopwatch, clocked
 from kernels.threads import step_threads
 from kernels.toolchain import compiled_s
-from methods.base import AttnInput, Budget, CacheState, KVLayer, Method, Request
+from methods.abilities import asked
+from methods.base import AttnInput, CacheState, KVLayer, Method, Request
 from methods.full import Full
 from methods.layers import Layer
 from methods.tiers.tier import DEVICE
@@ -54,12 +55,15 @@ class LayerDecoding:
         """Prefill and seal the layer with `tokens` random tokens, with room for the steps that the rounds of the
         benchmark take."""
         specs = shape.specs()
+        budget, codec = methods.given_to(method, options)
         request = Request(
             batch=1,
             capacity=tokens + 4 * options.rounds + TRACED + 8,
             dtype=shape.dtype,
             device=shape.device,
-            budget=Budget(options.budget) if method.uses_budget else None,
+            budget=budget,
+            codec=codec,
+            abilities=asked(budget, codec),
             reuse_steps=options.reuse_steps,
             placement=options.placement if method.offloads else DEVICE,
             prepared=method.prepare(specs, shape.observe()),
@@ -175,12 +179,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(options: argparse.Namespace) -> None:
-    methods.chosen(options.methods, options.config_dir)  # what is wrong is found now
+    methods.chosen(options)  # what is wrong is found now
     arguments.shape(options)
     known = limits.told(options.device)
     title = (
         f"One decode step of one layer: {options.heads} query and {options.kv_heads} KV heads of {options.head_dim}, "
-        f"{options.dtype}, budget {options.budget}, {options.device}; prompt KV synthetic"
+        f"{options.dtype}, {methods.title(options)}, {options.device}; prompt KV synthetic"
     )
     report = output.Report(
         "layer", title, options, table(known["read_gb_s"]), limits=known, synthetic=True

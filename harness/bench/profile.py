@@ -90,7 +90,7 @@ def main(options: argparse.Namespace) -> None:
     if options.new < 2:
         raise ValueError(f"--new {options.new} leaves no step to profile: use at least 2.")
     options.synthetic = True
-    methods.chosen(options.methods, options.config_dir)  # a wrong name is found now
+    methods.chosen(options)  # a wrong name is found now
     loaded, text, attach = prepared(arguments.source(options.shape, options.layers), options)
 
     def after(tokens: int) -> methods.MeasureMethod:
@@ -103,7 +103,7 @@ def main(options: argparse.Namespace) -> None:
         )
         return f"{row['layer_us']:.1f} us per layer: {longest}"
 
-    title = f"Kernels of a decode step of {loaded.name}, {options.dtype}, {options.device}, budget {options.budget}"
+    title = f"Kernels of a decode step of {loaded.name}, {options.dtype}, {options.device}, {methods.title(options)}"
     report = output.Report("profile", title, options, table, synthetic=True)
     methods.measured(options, report, after, told)
     report.finish()

@@ -36,7 +36,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "tokens": {"nargs": "+", "type": length, "help": "lengths of the prompt, as 32768 or 32K"},
     "new": {"type": count, "help": "tokens of an answer, or of a turn"},
     "budget": {"type": budget, "help": "share of the prompt, as 0.2, or tokens, as 512"},
-    "methods": {"nargs": "*", "help": "names, or quest:select_per=kv_head"},
+    "budget_mass": {"type": float, "help": "as the setting budget_mass: 0.9, say"},
+    "codec": {"help": "as the setting codec: int4, tq4, ..."},
+    "methods": {
+        "nargs": "*",
+        "help": "names, or quest:select_per=kv_head; by default all whose prefill is dense",
+    },
     "config_dir": {
         "type": typed,
         "action": "append",
@@ -79,8 +84,14 @@ FAST: dict[str, Any] = {
     **OUT,
 }
 LAYER = {"heads": 32, "kv_heads": 8, "head_dim": 128}  # for `shape`
-# no name: all
-METHODS: dict[str, Any] = {"methods": [], "config_dir": [], "placement": DEVICE, "reuse_steps": 0}
+METHODS: dict[str, Any] = {
+    "methods": [],
+    "config_dir": [],
+    "placement": DEVICE,
+    "reuse_steps": 0,
+    "codec": None,
+    "budget_mass": None,
+}
 
 
 def parser(kind: str, about: str | None, **options: Any) -> ArgumentParser:

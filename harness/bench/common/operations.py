@@ -34,20 +34,19 @@ def _segments(segments: Any) -> int:
     total = 0
     for segment in segments:
         if not isinstance(segment, Segment):
-            total += _whole(*segment[:4])
+            total += _whole(*segment)
             continue
         k, v, _, _, added = segment
         tokens = (
             len(k) * prod(segment.lists) if added is None else int((added > float("-inf")).sum())
         )
-        total += tokens * (k.shape[3] + v.shape[3]) * k.element_size() + (
-            0 if added is None else _whole(added)
-        )
+        total += tokens * (k.shape[3] + v.shape[3]) * k.element_size() + _whole(added)
     return total
 
 
-def _whole(*tensors: Tensor) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors)
+def _whole(*values: Any) -> int:
+    """Return the bytes of those values that are tensors."""
+    return sum(x.numel() * x.element_size() for x in values if isinstance(x, Tensor))
 
 
 def _decoded(
@@ -57,14 +56,13 @@ def _decoded(
     are `blocks`, and of the exact values that replace decoded ones."""
     exact = 0 if recent is None else _whole(recent[0])
     if blocks is None:
-        return _whole(*coded[:4]) + exact
-    return int(blocks.numel()) * sum(x.shape[3] * x.element_size() for x in coded[:4]) + exact
+        return _whole(*coded) + exact
+    of_token = _whole(*(x[0, 0, 0] for x in coded if isinstance(x, Tensor)))
+    return int(blocks.numel()) * of_token + exact
 
 
 def _weights(*linears: Linear) -> int:
-    return _whole(
-        *(part for linear in linears for part in (linear.weight, linear.bias) if part is not None)
-    )
+    return _whole(*(part for linear in linears for part in (linear.weight, linear.bias)))
 
 
 def _partial_products(guess: Guess | None, new: NewPartial | None) -> int:
@@ -123,4 +121,4 @@ def bytes_read(name: str, arguments: tuple[Any, ...]) -> int:
     if name.startswith("merge_attention"):
         return _whole(*given["outs"])
     read = [given[part] for part in _SOME.get(name, given)]
-    return _whole(*(value for value in read if isinstance(value, Tensor)))
+    return _whole(*read)

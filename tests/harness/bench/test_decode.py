@@ -42,7 +42,8 @@ def ran(folder: Path, *words: str) -> dict[str, Any]:
 
 def test_every_method_decodes_beside_full(tmp_path: Path) -> None:
     made = ran(tmp_path, "decode", *SMALL, "--tokens", "300", "--placement", "host")
-    assert [row["method"] for row in made["rows"]] == methods.names()
+    dense = [name for name in methods.names() if methods.load(name).dense_prefill]
+    assert [row["method"] for row in made["rows"]] == dense
     assert made["synthetic"]
     assert "prompt KV synthetic" in made["title"]
     rows = {row["method"]: row for row in made["rows"]}
@@ -132,6 +133,14 @@ def test_the_floor_counts_each_weight_once() -> None:
     assert attended is not None
     rows = 3 * 2 * 2 * 16 * 4 * attended
     assert decode.floor_s(decoding, 2.0) == pytest.approx((read + rows) / 2e9)
+
+
+def test_a_codec_writes_what_a_method_keeps_in_fewer_bits(tmp_path: Path) -> None:
+    words = ["decode", *SMALL, "--tokens", "300", "--methods"]
+    (plain,) = ran(tmp_path, *words, "coded")["rows"]
+    refused, coded = ran(tmp_path, *words, "kivi", "coded", "--codec", "tq4", "--batch", "1")["rows"]
+    assert "Kivi has nothing that a codec is meant for" in refused["error"]
+    assert coded["device_bytes"] < plain["device_bytes"] / 3
 
 
 def test_a_budget_that_does_not_fit_is_a_row_that_says_so(tmp_path: Path) -> None:

@@ -70,12 +70,26 @@ def test_a_method_reads_its_budget_and_less_than_full(name: str) -> None:
     assert row["read_bytes"] < TOKENS * SHAPE.token_bytes
 
 
-def _row(name: str) -> dict[str, Any]:
+def _rows(*words: str) -> list[dict[str, Any]]:
     found: list[Any] = []
     report: Any = SimpleNamespace(add=lambda row, line: found.append(row), out_of_time=lambda what: False)
-    layer.run(options("--methods", name, "--tokens", str(TOKENS)), report)
-    (row,) = found
+    layer.run(options(*words, "--tokens", str(TOKENS)), report)
+    return found
+
+
+def _row(name: str, *words: str) -> dict[str, Any]:
+    (row,) = _rows("--methods", name, *words)
     return row
+
+
+def test_a_codec_and_a_mass_reach_the_methods_that_take_them() -> None:
+    refused, coded, chosen = _rows("--codec", "tq4", "--methods", "full", "coded", "quest")
+    assert refused == {"label": "full", "error": "Full has nothing that a codec is meant for: use it without one."}
+    assert coded["read_bytes"] < 0.4 * TOKENS * SHAPE.token_bytes
+    assert chosen["attended"] == _row("quest")["attended"]
+    refused, quest = _rows("--budget-mass", "0.3", "--methods", "snapkv", "quest")
+    assert refused["error"].startswith("SnapKV takes no budget_mass=0.3, for it has no second stage")
+    assert quest["attended"] < 0.8 * _row("quest")["attended"]
 
 
 def test_full_reads_every_token_once() -> None:
