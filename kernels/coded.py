@@ -9,7 +9,7 @@ levels are decoded in plain torch. Products and sums run in fp32."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -108,16 +108,33 @@ def coded_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend from one token per sequence to all tokens of `segments`, some of which are codes,
     under one softmax, and return its log-sum-exp too. q [B H 1 D] -> [B H 1 D], [B H] (fp32)"""
-    codes = [
+    pieces = [
         piece
         for segment in segments
-        if not isinstance(segment, Segment)
-        for piece in _pieces(segment)
+        for piece in ([segment] if isinstance(segment, Segment) else _pieces(segment))
     ]
-    parts = [segment_attention_with_lse(q, [_decoded(coded, q.dtype)], scale) for coded in codes]
+    return under_one_softmax(q, pieces, scale, _attended)
+
+
+def under_one_softmax(
+    q: Tensor,
+    segments: Sequence[Segment | Codes],
+    scale: float,
+    attend: Callable[[Tensor, Codes, float], tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """Attend to codes with `attend`, one after the other, and to all other segments at once, and
+    merge what comes out. q [B H 1 D] -> [B H 1 D], log-sum-exp [B H]"""
+    parts = [attend(q, codes, scale) for codes in segments if not isinstance(codes, Segment)]
     if plain := [segment for segment in segments if isinstance(segment, Segment)]:
         parts.append(ops.segment_attention_with_lse(q, plain, scale))
     return ops.merge_attention_with_lse(*zip(*parts, strict=True)) if parts[1:] else parts[0]
+
+
+def _attended(q: Tensor, coded: Codes, scale: float) -> tuple[Tensor, Tensor]:
+    decoded: tuple[Tensor, Tensor] = segment_attention_with_lse(
+        q, [_decoded(coded, q.dtype)], scale
+    )
+    return decoded
 
 
 def _pieces(coded: Codes) -> list[Codes]:
@@ -170,14 +187,13 @@ def decode_rows(
         )
         k = dequantise(k, k_least, k_step, coded.bits, dtype)
         v = dequantise(v, v_least, v_step, coded.bits, dtype)
-    if recent is not None:
-        exact, unused = recent
-        v = torch.where(
-            torch.arange(v.shape[2], device=v.device).view(-1, 1) < unused.view(-1, 1, 1, 1),
-            v,
-            exact,
-        )
-    return k, v
+    return k, v if recent is None else with_recent(v, *recent)
+
+
+def with_recent(v: Tensor, exact: Tensor, unused: Tensor) -> Tensor:
+    """Return values [B G K D] in which all but the first `unused` ([1] or [B]) are `exact`."""
+    tokens = torch.arange(v.shape[2], device=v.device).view(-1, 1)
+    return torch.where(tokens < unused.view(-1, 1, 1, 1), v, exact)
 
 
 def _picked(coded: CodedFloats | CodedLevels, rows: Tensor) -> CodedFloats | CodedLevels:

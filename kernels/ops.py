@@ -28,8 +28,12 @@ segment_attention_with_lse = Op("segment_attention_with_lse", **DECODE)
 attention_with_mean = Op(
     "attention_with_mean", triton="kernels.gpu.mean_value", torch="kernels.mean_value"
 )
-coded_attention = Op("coded_attention", triton="kernels.gpu.coded", torch="kernels.coded")
-decode_rows = Op("decode_rows", triton="kernels.gpu.coded", torch="kernels.coded")
+coded_attention = Op(
+    "coded_attention", triton="kernels.gpu.coded", cpu="kernels.cpu.coded", torch="kernels.coded"
+)
+decode_rows = Op(
+    "decode_rows", triton="kernels.gpu.coded", cpu="kernels.cpu.coded", torch="kernels.coded"
+)
 encode_codes = Op("encode_codes", triton="kernels.gpu.encode", torch="kernels.quantise")
 merge_attention = Op("merge_attention", triton="kernels.gpu.decode", torch="kernels.reference")
 merge_attention_with_lse = Op(

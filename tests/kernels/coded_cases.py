@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.coded import Coded, CodedFloats
+from kernels.levels import CodedLevels, encode_levels
 from kernels.quantise import pack, quantise, to_float8
 from kernels.reference import Segment
 
@@ -66,6 +67,18 @@ def late(shape: Shape, tokens: int) -> Segment:
     return Segment(*(random(seed, shape.batch, shape.groups, tokens, shape.dim) for seed in (4, 5)))
 
 
+def levels(shape: Sequence[int], bits: int, seed: int | None, spare: int = 0) -> CodedLevels:
+    """Keys and values [B G S D] as levels, with a residual bit where there is a seed, in views of larger tensors."""
+    batch, groups, tokens, dim = shape
+    k, v = (random(seed, batch, groups, tokens + spare, dim) for seed in (1, 2))
+    written = encode_levels(k, v, bits, seed)[0]
+    return written._replace(**{name: getattr(written, name)[:, :, spare:] for name in ("k", "v", "norms")})
+
+
+LEVELS = {  # bits, and whether keys have signs
+    "tq2": (2, None, (1, 2, 70, 128)), "tq3": (3, None, (2, 1, 33, 64)), "tq4": (4, None, (1, 2, 1100, 64)),
+    "tq2q": (2, 5, (1, 1, 40, 64)), "tq3q-dim80": (3, 5, (1, 2, 40, 80)), "tq4q": (4, 5, (2, 2, 70, 128)),
+}  # fmt: skip
 FLOATS = {"fp8": (2, 2, 190, 128), "fp8-dim96": (1, 3, 33, 96)}
 
 
@@ -78,6 +91,9 @@ def attention() -> Iterator[tuple[str, tuple[Any, ...]]]:
             yield f"{name}-and-others", (q, [late(shape, 5), coded(shape), late(shape, 70)], 0.1)
     for name, (batch, groups, tokens, dim) in FLOATS.items():
         yield name, (random(3, batch, groups * 3, 1, dim), [floats((batch, groups, tokens, dim), spare=5)], 0.1)
+    for name, (bits, seed, (batch, groups, tokens, dim)) in LEVELS.items():
+        written = levels((batch, groups, tokens, dim), bits, seed, spare=3)
+        yield name, (random(3, batch, groups * 3, 1, dim), [written], 0.1)
 
 
 def encoded() -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -109,3 +125,6 @@ def rows() -> Iterator[tuple[str, tuple[Any, ...]]]:
         some = torch.tensor([7, 30, 1, 0]).expand(*shape[:2], -1)
         yield f"{name}-some", (floats(shape, spare=2), some, some, torch.float32)
         yield f"{name}-moved", (floats(shape), None, torch.arange(shape[2]).expand(*shape[:2], -1), torch.float32)
+    for name, (bits, seed, shape) in LEVELS.items():
+        some = torch.tensor([7, 30, 1, 0]).expand(*shape[:2], -1)
+        yield f"{name}-some", (levels(shape, bits, seed, spare=2), some, some, torch.float32)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.coded import Coded, CodedFloats
+from kernels.coded import Codes
 from kernels.partial import Guess
 from kernels.ragged import Ragged
 from kernels.reference import Segment, pq_held
@@ -51,12 +51,9 @@ def converted(value: Any, dtype: torch.dtype, device: torch.device | str = "cpu"
         return moved.as_strided(value.size(), value.stride(), GUARD + value.storage_offset())
     if isinstance(value, Ragged):
         return Ragged([converted(part, dtype, device) for part in value.parts], value.dim, value.sizes.dead)
-    if isinstance(value, Coded):  # its ranges are fp16, whatever the dtype
-        return value._replace(
-            **{name: converted(getattr(value, name), torch.float16, device) for name in value._fields[:4]}
-        )
-    if isinstance(value, CodedFloats):
-        return CodedFloats(*(converted(x, torch.float16, device) for x in value))
+    if isinstance(value, Codes):  # its ranges and scales are fp16, whatever the dtype
+        tensors = {name: x for name, x in value._asdict().items() if isinstance(x, Tensor | Ragged)}
+        return value._replace(**{name: converted(x, torch.float16, device) for name, x in tensors.items()})
     if isinstance(value, Segment):
         kept = None if value.log_weights is None else converted(value.log_weights, torch.float32, device)
         return Segment(*(converted(x, dtype, device) for x in value[:4]), kept)

@@ -1,0 +1,162 @@
+// Attends from one token to keys and values that are codes, and decodes chosen rows of them. Only codes are read from memory:
+// a block of rows is decoded into L1, for all heads of its group at once, and attended to there as other rows are.
+#include "calls.hpp"
+#include "attention.hpp"
+#include "codes.hpp"
+
+namespace {
+
+enum Kind : int64_t { INTEGERS, FLOATS, LEVELS };
+
+// Names rows of a head: those listed, or all from `first` on. `blocks` lists the rows of `k_range` that belong to them.
+struct Chosen {
+    const int64_t *rows, *blocks;
+    int64_t first, count;
+};
+
+// Decodes rows of one head to numbers of type Element.
+template <class Element> struct Reader {
+    virtual ~Reader() = default;
+    // Writes keys and values to rows of `width` numbers, and what the signs of keys add to them, if they have some.
+    virtual void read(const Chosen& chosen, int64_t width, Element* k, Element* v, Element* signs) = 0;
+};
+
+template <class Element, class KeyFormat, class Format> struct ReaderOf : Reader<Element> {
+    const Codes& in;
+    const HeadRows k_rows, v_rows, k_ranges, v_ranges;  // where rows have one scale, they stand in `v_ranges`
+    const typename KeyFormat::Table key_numbers;
+    const typename Format::Table numbers;
+    int64_t block = -1;  // whose range of keys is in k_range
+    alignas(LINE) float k_range[2 * MOST_DIM];
+    uint8_t range[MOST_DIM / LANES];  // of a value's channels, sixteen at a time
+
+    ReaderOf(const Codes& in, int64_t sequence, int64_t group)
+        : in(in),
+          k_rows(in.k, in.k_batch, in.k_group, in.k_token, in.k_table, sequence, group),
+          v_rows(in.v, in.v_batch, in.v_group, in.v_token, in.v_table, sequence, group),
+          k_ranges(in.k_range, in.k_range_batch, in.k_range_group, in.k_range_block, in.k_range_table, sequence, group),
+          v_ranges(in.v_range, in.v_range_batch, in.v_range_group, in.v_range_token, in.v_range_table, sequence, group),
+          key_numbers(in.key_levels),
+          numbers(in.levels) {
+        for (int64_t c = 0; c < in.dim; c += LANES) range[c / LANES] = Format::RANGED ? c * in.ranges / in.dim : 0;
+    }
+
+    void read(const Chosen& chosen, int64_t width, Element* k, Element* v, Element* signs) override {
+        const int dim = in.dim;
+        for (int64_t i = 0; i < chosen.count; i++, k += width, v += width, signs += width) {
+            const int64_t row = chosen.rows ? chosen.rows[chosen.first + i] : chosen.first + i;
+            const char *of_key = k_rows[row], *of_value = v_rows[row];
+            if (!chosen.rows) fetch(of_key + TOKENS * k_rows.row, of_value + TOKENS * v_rows.row);
+            alignas(LINE) float scales[2 * MOST_RANGES + LANES];
+            widen_halves(v_ranges[row], Format::RANGED ? 2 * in.ranges : in.ranges, scales);
+            if constexpr (Format::RANGED) {
+                int64_t of_block = chosen.blocks ? chosen.blocks[chosen.first + i] : row / in.block;
+                if (of_block != block) widen_halves(k_ranges[block = of_block], 2 * dim, k_range);
+                decode_row<KeyFormat>(of_key, dim, key_numbers, OfChannels{k_range, k_range + dim}, k);
+                OfRanges of_ranges{scales, scales + in.ranges, range};
+                decode_row<Format>(of_value, dim, numbers, of_ranges, v);
+            } else {
+                decode_row<KeyFormat>(of_key, dim, key_numbers, OfRow{scales[0]}, k);
+                if (in.ranges == 3) {
+                    const float size = scales[2] * (float)in.residual, least = -size, step = 2 * size;
+                    decode_row<Integers<1>>(of_key + KeyFormat::bytes(dim), dim, Integers<1>::Table(nullptr),
+                                            OfRanges{&least, &step, range}, signs);
+                }
+                decode_row<Format>(of_value, dim, numbers, OfRow{scales[1]}, v);
+            }
+        }
+    }
+
+    // What lies behind the last row is not read.
+    void fetch(const char* of_key, const char* of_value) const {
+        for (int i = 0; i < Format::bytes(in.dim); i += LINE) {
+            __builtin_prefetch(of_key + i);
+            __builtin_prefetch(of_value + i);
+        }
+    }
+};
+
+template <class Element> std::unique_ptr<Reader<Element>> reader_of(const Codes& in, int64_t sequence, int64_t group) {
+    auto make = [&](auto key, auto value) -> std::unique_ptr<Reader<Element>> {
+        return std::make_unique<ReaderOf<Element, decltype(key), decltype(value)>>(in, sequence, group);
+    };
+    const bool signs = in.ranges == 3;  // the third scale is that of the signs
+    switch (in.kind == LEVELS ? 10 + in.bits : in.kind == FLOATS ? 1 : in.bits) {
+        case 1: return make(Floats{}, Floats{});
+        case 2: return make(Integers<2>{}, Integers<2>{});
+        case 4: return make(Integers<4>{}, Integers<4>{});
+        case 8: return make(Integers<8>{}, Integers<8>{});
+        case 12: return signs ? make(Levels<1>{}, Levels<2>{}) : make(Levels<2>{}, Levels<2>{});
+        case 13: return signs ? make(Levels<2>{}, Levels<3>{}) : make(Levels<3>{}, Levels<3>{});
+        default: return signs ? make(Levels<3>{}, Levels<4>{}) : make(Levels<4>{}, Levels<4>{});
+    }
+}
+
+// Attends from the heads of a group to `count` tokens from `first` on, whose decoded keys and values have L lines.
+template <class T, int L>
+void attend_rows(const CodedAttention& in, Reader<typename T::Element>& reader, const typename T::Element* q,
+                 const typename T::Element* q_signs, int64_t first, int64_t count, State* state) {
+    using Element = typename T::Element;
+    constexpr int WIDTH = L * T::WIDTH;
+    const float scale = (float)in.scale * (float)M_LOG2E;
+    alignas(LINE) Element k[TOKENS][WIDTH] = {}, v[TOKENS][WIDTH] = {}, signs[TOKENS][WIDTH] = {};  // zero past a head's channels
+    Block block;
+    const char* sign_rows[TOKENS];
+    for (int t = 0; t < TOKENS; t++) {
+        block.k[t] = (const char*)k[t];
+        block.v[t] = (const char*)v[t];
+        sign_rows[t] = (const char*)signs[t];
+    }
+    for (int64_t at = 0; at < count; at += TOKENS) {
+        block.count = std::min<int64_t>(TOKENS, count - at);
+        reader.read({nullptr, nullptr, first + at, block.count}, WIDTH, k[0], v[0], signs[0]);
+        for (int h = 0; h < in.heads; h += HEADS) {
+            const int heads = std::min<int>(HEADS, in.heads - h);
+            alignas(LINE) float logits[HEADS][TOKENS], more[HEADS][TOKENS];
+            block_logits<T, L>(q + h * WIDTH, block.k, block.v, heads, scale, logits[0], TOKENS);
+            if (q_signs) {
+                block_logits<T, L>(q_signs + h * WIDTH, sign_rows, block.v, heads, scale, more[0], TOKENS);
+                for (int i = 0; i < heads * TOKENS; i++) logits[0][i] += more[0][i];
+            }
+            attend_logits<T, L, false>(block, block.k, logits, state + h, heads);
+        }
+    }
+}
+
+template <class T> void run(const CodedAttention& in) {
+    using Element = typename T::Element;
+    auto tokens_of = [&](int64_t b) { return in.counts ? std::min(in.counts[b], in.count) : in.count; };
+    auto part = [&](int64_t b, int64_t group, int64_t first, int64_t count, State* state) {
+        const int64_t queries = (b * in.groups + group) * in.heads * in.width;
+        const Element *q = (const Element*)in.q + queries, *signs = in.q_signs ? (const Element*)in.q_signs + queries : nullptr;
+        auto reader = reader_of<Element>(in.codes, b, group);
+        switch (in.width / T::WIDTH) {
+            case 1: return attend_rows<T, 1>(in, *reader, q, signs, first, count, state);
+            case 2: return attend_rows<T, 2>(in, *reader, q, signs, first, count, state);
+            case 3: return attend_rows<T, 3>(in, *reader, q, signs, first, count, state);
+            case 4: return attend_rows<T, 4>(in, *reader, q, signs, first, count, state);
+            case 6: return attend_rows<T, 6>(in, *reader, q, signs, first, count, state);
+            case 8: return attend_rows<T, 8>(in, *reader, q, signs, first, count, state);
+        }
+    };
+    in_parts<T>({in.batch, in.groups, in.heads, in.codes.dim, in.width, TOKENS}, tokens_of, part, (Element*)in.out, in.lse);
+}
+
+template <class Element> void decode(const DecodeRows& in) {
+    constexpr int64_t AT_ONCE = 64;  // rows of a task
+    const int64_t shares = (in.count + AT_ONCE - 1) / AT_ONCE, dim = in.codes.dim;
+    each_task(in.pairs * shares, in.pairs * in.count > AT_ONCE, [&](int64_t task) {
+        const int64_t pair = task / shares, first = task % shares * AT_ONCE, from = pair * in.count;
+        const int64_t sequence = pair / in.groups;
+        const int64_t all = !in.rows && in.counts ? std::min(in.counts[sequence], in.count) : in.count;
+        Chosen chosen{in.rows ? in.rows + from : nullptr, in.blocks ? in.blocks + from : nullptr, first,
+                      std::min(AT_ONCE, all - first)};
+        Element *k = (Element*)in.k_out + (from + first) * dim, *v = (Element*)in.v_out + (from + first) * dim;
+        reader_of<Element>(in.codes, sequence, pair % in.groups)->read(chosen, dim, k, v, nullptr);
+    });
+}
+
+}  // namespace
+
+EXPORT void coded_attention(const CodedAttention& in) { in.is_bf16 ? run<BF16>(in) : run<F32>(in); }
+EXPORT void decode_rows(const DecodeRows& in) { in.is_bf16 ? decode<bf16>(in) : decode<float>(in); }

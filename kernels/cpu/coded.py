@@ -1,0 +1,209 @@
+"""Computes attention over codes, and decodes rows of them, compiled (coded.cpp)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import pi, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kernels.coded import Coded, CodedFloats, Codes, under_one_softmax, with_recent
+from kernels.cpu.ffi.bindings import (
+    FieldGroup,
+    Function,
+    Struct,
+    anything,
+    elements,
+    floats,
+    int64s,
+    integer,
+    real,
+)
+from kernels.cpu.ffi.library import load
+from kernels.levels import CodedLevels, level_table, normal_matrix
+from kernels.ragged import Ragged, first_of
+from kernels.reference import Segment
+
+CODES = FieldGroup(
+    "Codes",
+    {
+        "k": anything(strides="batch group token"),  # uint8 [B G S bytes]
+        "v": anything(strides="batch group token"),
+        # fp16: of integers a range for each channel of a block, else the scales of each token
+        "k_range": anything(strides="batch group block"),
+        "v_range": anything(strides="batch group token"),
+        # [B 3] of `Ragged`, instead of the address and the strides above
+        "k_table": int64s(optional=True),
+        "v_table": int64s(optional=True),
+        "k_range_table": int64s(optional=True),
+        "v_range_table": int64s(optional=True),
+        "levels": floats(optional=True),  # what the codes of values stand for; None: themselves
+        "key_levels": floats(optional=True),
+        "residual": real(),  # times the third scale of a row: the size of what a sign stands for
+        "kind": integer(0),  # 0: integers, 1: floats, 2: levels
+        "bits": integer(),
+        "block": integer(),  # tokens that share a range of keys
+        "ranges": integer(),  # of a value; of other formats, the scales of a row
+        "dim": integer(),
+    },
+)
+
+
+class CodedAttention(Struct):
+    """Describe a call of attention over codes."""
+
+    q = elements("batch * groups * heads * width")  # width: a head's channels, filled up with zeros
+    q_signs = elements("batch * groups * heads * width", optional=True)  # the query of keys' signs
+    out = elements("batch * groups * heads * codes_dim", written=True)
+    lse = floats("batch * groups * heads", written=True)
+    codes = CODES
+    counts = int64s("batch", optional=True)  # how many tokens each sequence has; None: `count`
+    batch = groups = heads = width = integer()
+    count = integer(0)
+    scale = real()
+
+
+class DecodeRows(Struct):
+    """Describe a call that decodes rows."""
+
+    k_out = elements("pairs * count * codes_dim", written=True)
+    v_out = elements("pairs * count * codes_dim", written=True)
+    codes = CODES
+    counts = int64s("pairs // groups", optional=True)  # how many rows each sequence has
+    rows = int64s("pairs * count", optional=True)  # None: all, in order
+    blocks = int64s("pairs * count", optional=True)  # None: each row stands in its block
+    pairs = groups = count = integer()
+
+
+_library = load(
+    "coded", Function("coded_attention", CodedAttention), Function("decode_rows", DecodeRows)
+)
+
+_WIDTHS = {torch.float32: 16, torch.bfloat16: 32}  # channels of a cache line
+_LINES = (1, 2, 3, 4, 6, 8)  # head sizes that the library is built for
+_MOST_CHANNELS, _MOST_RANGES = 256, 16
+
+
+def coded_attention(
+    q: Tensor, segments: Sequence[Segment | Codes], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend from one token per sequence to coded and other segments, as kernels/coded.py defines
+    it: q [B H 1 D] -> [B H 1 D], log-sum-exp [B H]"""
+    return under_one_softmax(q, segments, scale, _attended)
+
+
+def _attended(q: Tensor, coded: Codes, scale: float) -> tuple[Tensor, Tensor]:
+    (batch, heads, _, dim), (_, groups, count, _) = q.shape, coded.k.shape
+    out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+    more = _width(dim, q.dtype) - dim
+    signs = None
+    if isinstance(coded, CodedLevels) and coded.seed is not None:
+        # (signs @ matrix) . q = signs . (matrix @ q)
+        turned = q.float() @ normal_matrix(dim, coded.seed, q.device).T
+        signs = pad(turned.to(q.dtype), (0, more))
+    _library.coded_attention(
+        q=pad(q, (0, more)).contiguous(), q_signs=signs, out=out, lse=lse, **_described(coded), counts=_counts(coded),
+        batch=batch, groups=groups, heads=heads // groups, width=dim + more, count=count, scale=scale,
+    )  # fmt: skip
+    return out, lse
+
+
+def coded_attention_refuses(
+    q: Tensor, segments: Sequence[Segment | Codes], scale: float
+) -> str | None:
+    if q.dtype not in _WIDTHS or q.is_cuda:
+        return f"takes float32 and bfloat16 on the CPU, got {q.dtype} on {q.device}"
+    if q.shape[3] > _LINES[-1] * _WIDTHS[q.dtype]:
+        return f"is not built for heads of {q.shape[3]} x {q.dtype}"
+    reasons = (_unfit(coded) for coded in segments if not isinstance(coded, Segment))
+    return next((reason for reason in reasons if reason), None)
+
+
+def decode_rows(
+    coded: Codes,
+    rows: Tensor | None,
+    blocks: Tensor | None,
+    dtype: torch.dtype,
+    recent: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Turn codes of the tokens `rows` (None: all) back into keys and values [B G K D], as
+    kernels/coded.py defines it."""
+    listed = [None if x is None else x.long().contiguous() for x in (rows, blocks)]
+    batch, groups, count, _ = coded.k.shape
+    if rows is not None:
+        count = rows.shape[2]
+    elif recent is not None:  # the shape of a `Ragged` may be larger than any sequence
+        count = recent[0].shape[2]
+    k, v = (torch.empty((batch, groups, count, coded.dim), dtype=dtype) for _ in range(2))
+    if count:
+        _library.decode_rows(
+            k_out=k, v_out=v, **_described(coded), counts=None if rows is not None else _counts(coded),
+            rows=listed[0], blocks=listed[1], pairs=batch * groups, groups=groups, count=count,
+        )  # fmt: skip
+    return k, v if recent is None else with_recent(v, *recent)
+
+
+def decode_rows_refuses(
+    coded: Codes,
+    rows: Tensor | None,
+    blocks: Tensor | None,
+    dtype: torch.dtype,
+    recent: tuple[Tensor, Tensor] | None = None,
+) -> str | None:
+    if dtype not in _WIDTHS or coded.k.device.type != "cpu":
+        return f"makes float32 and bfloat16 on the CPU, got {dtype} on {coded.k.device}"
+    if isinstance(coded, CodedLevels) and coded.seed is not None:
+        return "does not turn signs back into numbers"
+    return _unfit(coded)
+
+
+def _described(coded: Codes) -> dict[str, Any]:
+    """Return the fields of `CODES`, each with its prefix."""
+    kind, bits, key_bits, block = 0, 8, 8, 1
+    if isinstance(coded, Coded):
+        ranges, bits, block = coded.kind
+        tensors: tuple[Any, ...] = coded.all_four
+    elif isinstance(coded, CodedFloats):
+        kind, ranges, tensors = 1, 2, coded.all_four
+    else:
+        kind, bits, ranges = 2, coded.bits, coded.norms.shape[3]
+        tensors = coded.k, coded.v, coded.norms, coded.norms
+        key_bits = bits - (coded.seed is not None)
+    fields: dict[str, Any] = {}
+    for name, x in zip(("k", "v", "k_range", "v_range"), tensors, strict=True):
+        fields |= {name: first_of(x), f"{name}_table": x.table if isinstance(x, Ragged) else None}
+    tables = (
+        level_table(coded.dim, number, torch.device("cpu")) if kind == 2 else None
+        for number in (bits, key_bits)
+    )
+    fields |= dict(zip(("levels", "key_levels"), tables, strict=True))
+    fields |= {"residual": sqrt(pi / 2) / coded.dim, "kind": kind, "bits": bits, "block": block}
+    fields |= {"ranges": ranges, "dim": coded.dim}
+    return {f"codes_{name}": value for name, value in fields.items()}
+
+
+def _counts(coded: Codes) -> Tensor | None:
+    return coded.k.counts if isinstance(coded.k, Ragged) else None
+
+
+def _width(dim: int, dtype: torch.dtype) -> int:
+    """Return the numbers of the least size of heads that the library is built for and `dim` fit
+    into."""
+    lanes = _WIDTHS[dtype]
+    return next(lines for lines in _LINES if lines * lanes >= dim) * lanes
+
+
+def _unfit(coded: Codes) -> str | None:
+    """Return why the codes of a row cannot be read sixteen at a time, or None."""
+    dim, ranges = coded.dim, coded.kind[0] if isinstance(coded, Coded) else 1
+    if dim > _MOST_CHANNELS or ranges > _MOST_RANGES:
+        return f"takes {_MOST_CHANNELS} channels in {_MOST_RANGES} ranges, got {dim} in {ranges}"
+    if dim % ranges or dim // ranges % 16:
+        return f"takes ranges of a multiple of 16 channels, got {ranges} for {dim} channels"
+    tensors = (first_of(x) for x in coded if isinstance(x, Tensor | Ragged))
+    if any(x.stride(3) != 1 for x in tensors):
+        return "needs the codes of a row side by side"
+    return None
