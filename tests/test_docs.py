@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,17 +22,18 @@ from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from harness.cachedattention.serving.plan import points as serve_points
 from harness.cachedattention.simulation.scenario import scenarios
-from harness.commands import serve
 from harness.config.catalogue import experiments
 from harness.config.compose import built, composed, read_search
 from harness.models import embedded
 from harness.models.random import Random
+from harness.terminal.arguments import Parser
 from tests import forks
 from tests.forks import Forked
 from tests.quick import slow_if
@@ -203,7 +205,7 @@ def check_module(module: str, words: list[str]) -> None:
         here = ["cpu" if word == "cuda" else word for word in words]  # a parser looks for the device
         import_module(f"{module}.{here[0]}").parser().parse_args(here[1:])
     elif module == "harness.serve":
-        options = serve._parser().parse_intermixed_args(words)
+        options = options_of(module, words)
         for point in serve_points(options.overrides):
             built(composed(point.words))
     elif module == "harness.doctor":
@@ -211,9 +213,23 @@ def check_module(module: str, words: list[str]) -> None:
     elif module == "harness.tune":
         built(composed(read_search([word for word in words if "=" in word]).words))
     else:
-        options = import_module(module)._parser().parse_intermixed_args(words)
+        options = options_of(module, words)
         if module == "harness.simulate":
             assert list(scenarios(options.overrides))
+
+
+class _Parsed(BaseException):
+    """The options of a command line were read; the command itself does not run."""
+
+
+def options_of(module: str, words: list[str]) -> Namespace:
+    def parsed(parser: Parser, arguments: list[str]) -> None:
+        raise _Parsed(ArgumentParser.parse_intermixed_args(parser, arguments))
+
+    with patch.multiple(Parser, parse_args=parsed, parse_intermixed_args=parsed), pytest.raises(_Parsed) as stopped:
+        import_module(module).main(words)
+    options: Namespace = stopped.value.args[0]
+    return options
 
 
 def check_run(words: list[str]) -> None:

@@ -116,7 +116,8 @@ void attend_rows(const CodedAttention& in, Reader<typename T::Element>& reader, 
             block_logits<T, L>(q + h * WIDTH, block.k, block.v, heads, scale, logits[0], TOKENS);
             if (q_signs) {
                 block_logits<T, L>(q_signs + h * WIDTH, sign_rows, block.v, heads, scale, more[0], TOKENS);
-                for (int i = 0; i < heads * TOKENS; i++) logits[0][i] += more[0][i];
+                for (int i = 0; i < heads; i++)
+                    for (int t = 0; t < TOKENS; t++) logits[i][t] += more[i][t];
             }
             attend_logits<T, L, false>(block, block.k, logits, state + h, heads);
         }
