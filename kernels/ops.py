@@ -58,10 +58,20 @@ page_scores = Op(
     "page_scores", triton="kernels.gpu.scores", cpu="kernels.cpu.scores", torch="kernels.pages"
 )
 token_rows = Op("token_rows", triton="kernels.gpu.pages", torch="kernels.pages")
-channel_weights = Op("channel_weights", triton="kernels.gpu.channels", torch="kernels.reference")
+channel_weights = Op(
+    "channel_weights",
+    triton="kernels.gpu.channels",
+    cpu="kernels.cpu.channels",
+    torch="kernels.reference",
+)
 pick_channels = Op("pick_channels", triton="kernels.gpu.picked", torch="kernels.picked")
 partial_products = Op("partial_products", triton="kernels.gpu.partial", torch="kernels.partial")
-channel_sums = Op("channel_sums", triton="kernels.gpu.channels", torch="kernels.reference")
+channel_sums = Op(
+    "channel_sums",
+    triton="kernels.gpu.channels",
+    cpu="kernels.cpu.channels",
+    torch="kernels.reference",
+)
 group_weights = Op(
     "group_weights",
     triton="kernels.gpu.choose",
