@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from evals import hub
-from evals.base import TaskEnv, TaskError
+from evals.base import Example, TaskEnv, TaskError
 from evals.ruler import Ruler, effective_length, qa, weighted_averages
 from tests.evals.counting import CountedText
 
@@ -54,6 +54,14 @@ def test_what_shapes_prompts_is_recorded_and_not_taken_from_the_cache(tmp_path: 
     named = task.provenance()
     assert {*named} >= {"words_sha256", "haystack", "haystack_sha256", "splitter"}
     assert (named["seed"], named["tokenizer"]) == (changed.seed, text.fingerprint)
+
+
+def test_one_spelling_answers_a_question_and_elsewhere_each_reference_counts() -> None:
+    for name, value in (("qa_1", 1.0), ("vt", 0.5)):
+        example = Example(
+            id="1", group=name, context="", references=("Ada", "Bo"), max_new_tokens=9, data={"task": name}
+        )
+        assert ruler().score(example, "It is ada.").value == value
 
 
 def test_published_weighted_averages_of_llama_3_1_8b() -> None:

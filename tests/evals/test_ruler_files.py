@@ -73,6 +73,7 @@ def test_older_layout_gives_the_prefix_back(tmp_path: Path) -> None:
         (found,) = read(tmp_path, [task])
         assert (found.context + found.question, found.prefix) == (user, prefix)
         assert found.question.startswith(("\nWhat is the", "\nQuestion: Find", "\n\nAnswer the question"))
+        assert found.question.count("Question: Find") == (task == "vt")  # the worked example is context
 
 
 @pytest.mark.parametrize(

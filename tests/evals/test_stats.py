@@ -124,6 +124,9 @@ def test_a_shift_is_wilcoxons_and_its_interval_leaves_out_0_where_p_says_so() ->
         values = rng.normal(0.2, 1, size)
         wanted = scipy_stats.wilcoxon(values, method="exact").pvalue
         assert stats.shift(list(values), [0.0] * size).p == pytest.approx(wanted, rel=1e-9)
+    many = rng.normal(0.02, 1, stats.EXACT + 9)
+    wanted = scipy_stats.wilcoxon(many, method="asymptotic", correction=True).pvalue
+    assert stats.shift(list(many), [0.0] * len(many)).p == pytest.approx(wanted, rel=1e-9)
     for size in [6, 7, 12, 30, 201] * 12:
         values = np.round(rng.normal(0.4, 1, size), int(rng.integers(0, 3)))
         made = stats.shift(list(values), [0.0] * size)
