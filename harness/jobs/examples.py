@@ -223,10 +223,9 @@ def prompts_of(task: Task, source: ModelSource, settings: Settings) -> Prompts:
     """Return all examples of `task`, with the prompts that the model of `source` gets, and print
     how many are left out. Raise `LintError` for the first prompt with an error."""
     info, tokenizer = source.describe(), _asked(source.tokenizer(), settings)
-    keywords = settings.template_kwargs or {}
-    check_keywords(tokenizer, keywords)
+    check_keywords(tokenizer, settings.template_kwargs or {})
     env = TaskEnv(
-        text=Tools(tokenizer, settings.chat, keywords),  # type: ignore[arg-type]
+        text=Tools(tokenizer, settings.chat),  # type: ignore[arg-type]
         seed=settings.seed,
         data_root=settings.data.folder(),
         cache_dir=cache_root() / "tasks",
@@ -404,7 +403,7 @@ def _item(
     turns take of the model's window is not there for later ones, unless `overflow.window` drops old
     tokens. `cut`: what leaves the first turn's context."""
     items: list[PreparedExample] = []
-    most, keywords = settings.overflow.window, settings.template_kwargs or {}
+    most = settings.overflow.window
     thinks = settings.thinks and example.chat
     if thinks:
         _refuse_thoughts(example, settings)
@@ -412,7 +411,7 @@ def _item(
         # the answer's first words follow its thought
         asked = replace(turn, prefix="") if thinks else turn
         to_prompt = render_turn if items else partial(render, cut=cut)
-        prompt = to_prompt(asked, tokenizer, chat=settings.chat, keywords=keywords)  # type: ignore[arg-type]
+        prompt = to_prompt(asked, tokenizer, chat=settings.chat)  # type: ignore[arg-type]
         limit = settings.generation.max_new_tokens
         forced = forced_ids(turn, prompt, tokenizer)[:limit]
         choices = choices_ids(turn, prompt, tokenizer)
@@ -438,7 +437,6 @@ def _item(
                 window,
                 new_tokens,
                 before,
-                keywords,
                 asked_thought,
                 because,
             )

@@ -6,7 +6,6 @@ same ids. Only an example that says so (`Example.apart`) has its context and the
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -96,30 +95,27 @@ class Shell(NamedTuple):
 
 
 class Tools:
-    """Implement `evals.base.TextTools`, what a task may know of a tokenizer, for one tokenizer,
-    chat setting and keywords of the chat template."""
+    """Implement `evals.base.TextTools`, what a task may know of a tokenizer, for one tokenizer and
+    chat setting."""
 
-    def __init__(self, tokenizer: Tokenizer, chat: Chat, keywords: Keywords = NO_KEYWORDS) -> None:
+    def __init__(self, tokenizer: Tokenizer, chat: Chat) -> None:
         self.tokenizer = tokenizer
         self.chat = chat
-        self.keywords = keywords
         # which refuses what would be counted wrongly
-        self._shell = cache(partial(shell, tokenizer, keywords=keywords))
+        self._shell = cache(partial(shell, tokenizer))
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return the hash of the tokenizer, chat setting and keywords; computed on demand, because
-        serialising a tokenizer is slow."""
+        """Return the hash of the tokenizer, the chat setting and what the template is told; computed
+        on demand, because serialising a tokenizer is slow."""
         tokenizer: Any = self.tokenizer
         parts = [
             tokenizer.backend_tokenizer.to_str(),
             str(tokenizer.chat_template),
             TEMPLATE_DATE,
             self.chat,
+            *getattr(tokenizer, "told", ()),  # harness/prompts/thinking.py
         ]
-        parts += [json.dumps(dict(self.keywords), sort_keys=True)] * bool(self.keywords)
-        # of the template (harness/prompts/thinking.py)
-        parts += filter(None, [getattr(tokenizer, "asked", "")])
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -141,7 +137,7 @@ class Tools:
         adds."""
         template = chat and self.chat == "template"
         self._shell(system=system, template=template, earlier=tuple(earlier))
-        text = wrap(self.tokenizer, user, system, self.keywords, template=template, earlier=earlier)
+        text = wrap(self.tokenizer, user, system, template=template, earlier=earlier)
         return len(self.encode(text + prefix))
 
 
@@ -150,24 +146,22 @@ def render(
     tokenizer: Tokenizer,
     *,
     chat: Chat,
-    keywords: Keywords = NO_KEYWORDS,
     cut: Cut | None = None,
 ) -> Prompt:
     """Return the prompt of `example`. With `chat=none` nothing is wrapped in the chat template;
     with `chat=template` every example is wrapped unless it asks not to be (`Example.chat`).
-    `keywords`: for the chat template. `cut`: what leaves the context, after the task's own cut."""
+    `cut`: what leaves the context, after the task's own cut."""
     template = chat == "template" and example.chat
     context, question, cut_tokens = cut_middle(example, tokenizer)
     if cut is not None:
         if cut.question:
             context, question = context + question, ""
         context, cut_tokens = shortened(context, tokenizer, cut), cut_tokens + cut.tokens
-    around = shell(tokenizer, example.system, keywords, template=template, earlier=example.earlier)
+    around = shell(tokenizer, example.system, template=template, earlier=example.earlier)
     in_turn = partial(
         wrap,
         tokenizer,
         system=example.system,
-        keywords=keywords,
         template=template,
         earlier=example.earlier,
     )
@@ -191,48 +185,33 @@ def render(
     )
 
 
-def render_turn(
-    example: Example, tokenizer: Tokenizer, *, chat: Chat, keywords: Keywords = NO_KEYWORDS
-) -> Prompt:
+def render_turn(example: Example, tokenizer: Tokenizer, *, chat: Chat) -> Prompt:
     """Return the tokens to feed for a further turn of a conversation: the template's end of the
     earlier answer, the user's text (`example.question`), and the opening of the next answer. Where
     the task gives the earlier answer itself (`example.reply`), its text goes in front, after what the
     template puts between the opening of an answer and the answer. All of these tokens count as
     question, none as context."""
     template = chat == "template" and example.chat
-    text, gap, opening = example.question, "", ""
+    text, reply, opening = example.question, example.reply or "", ""
     if template:
-        talk = {"user": PROBE, "assistant": ANSWER_PROBE}
-        history, answer, text = _templated(
-            tokenizer, [*talk.items(), ("user", text)], keywords
-        ).rpartition(ANSWER_PROBE)
+        talk = [("user", PROBE), ("assistant", ANSWER_PROBE), ("user", text)]
+        history, answer, text = _templated(tokenizer, talk).rpartition(ANSWER_PROBE)
         if not answer:
             raise PromptError(
                 "The chat template leaves out earlier answers: set chat=none, or use another model."
             )
-        opening, usual = shell(tokenizer, keywords=keywords).tail, history.rpartition(PROBE)[2]
-        gap = (
-            usual.removeprefix(opening) if usual.startswith(opening) and not example.prefix else ""
-        )
-    reply = "" if example.reply is None else gap + example.reply
+        opening, usual = shell(tokenizer).tail, history.rpartition(PROBE)[2]
+        if usual.startswith(opening) and example.reply is not None and not example.prefix:
+            reply = usual.removeprefix(opening) + reply
     text = reply + text + example.prefix
-    before = opening if example.reply else ""
-    return Prompt(
-        tuple(tokens_after(tokenizer, text, before)),
-        0,
-        0,
-        0,
-        template,
-        text,
-        example.reply is not None,
-    )
+    ids = tokens_after(tokenizer, text, opening if example.reply else "")
+    return Prompt(tuple(ids), 0, 0, 0, template, text, example.reply is not None)
 
 
 def wrap(
     tokenizer: Tokenizer,
     user: str,
     system: str,
-    keywords: Keywords = NO_KEYWORDS,
     *,
     template: bool,
     earlier: Sequence[str] = (),
@@ -246,10 +225,10 @@ def wrap(
             )
         return f"{system}\n\n{user}" if system else user
     turns = [("system", system)] * bool(system) + list(zip(cycle(("user", "assistant")), earlier))
-    return _templated(tokenizer, [*turns, ("user", user)], keywords)
+    return _templated(tokenizer, [*turns, ("user", user)])
 
 
-def _templated(tokenizer: Tokenizer, talk: Sequence[tuple[str, str]], keywords: Keywords) -> str:
+def _templated(tokenizer: Tokenizer, talk: Sequence[tuple[str, str]]) -> str:
     """Return the text of a conversation in the chat template, up to the opening of the next answer.
     `talk`: pairs of role and text. Raises `PromptError` where the template refuses it."""
     if not tokenizer.chat_template:
@@ -258,28 +237,21 @@ def _templated(tokenizer: Tokenizer, talk: Sequence[tuple[str, str]], keywords: 
         )
     turns = [{"role": role, "content": content} for role, content in talk]
     try:
-        return in_template(tokenizer, turns, keywords, add_generation_prompt=True)
+        return in_template(tokenizer, turns, add_generation_prompt=True)
     except Exception as error:  # a template is a program and may raise anything
         raise PromptError(
             f"The chat template refuses this prompt ({error}): set chat=none."
         ) from error
 
 
-def in_template(
-    tokenizer: Tokenizer,
-    turns: Sequence[Mapping[str, str]],
-    keywords: Keywords = NO_KEYWORDS,
-    **options: Any,
-) -> str:
+def in_template(tokenizer: Tokenizer, turns: Sequence[Mapping[str, str]], /, **options: Any) -> str:
     """Return the text that the tokenizer's chat template makes of a conversation. `turns`: role and
-    content of each message; `keywords`: what the user tells the template; `options`: further
-    arguments of `apply_chat_template`. A template that writes today's date writes one fixed day, so
-    that prompts stay the same."""
-    arguments = {"date_string": TEMPLATE_DATE, **keywords, **options}
+    content of each message; `options`: further arguments of `apply_chat_template`, and keywords of
+    the template. A template that writes today's date writes one fixed day, so that prompts stay the
+    same."""
+    arguments = {"date_string": TEMPLATE_DATE, **options}
     with _on_template_day():
-        text = tokenizer.apply_chat_template(list(turns), tokenize=False, **arguments)
-    assert isinstance(text, str)
-    return text
+        return tokenizer.apply_chat_template(list(turns), tokenize=False, **arguments)
 
 
 def check_keywords(tokenizer: Any, keywords: Keywords) -> None:
@@ -333,14 +305,13 @@ def _on_template_day() -> Iterator[None]:
 def shell(
     tokenizer: Tokenizer,
     system: str = "",
-    keywords: Keywords = NO_KEYWORDS,
     *,
     template: bool = True,
     earlier: Sequence[str] = (),
 ) -> Shell:
     """Return the text that `wrap` puts around the user's text, including a system text that some
     templates add by themselves."""
-    wrapped = wrap(tokenizer, PROBE, system, keywords, template=template, earlier=earlier)
+    wrapped = wrap(tokenizer, PROBE, system, template=template, earlier=earlier)
     head, probe, tail = wrapped.rpartition(PROBE)
     if not probe:
         raise PromptError(
@@ -386,12 +357,11 @@ def cut_middle(example: Example, tokenizer: Tokenizer) -> tuple[str, str, int]:
     parts = (
         [ids[:half], ids[-half:]] if example.halves_apart else [ids[:half] + ids[half - limit :]]
     )
-    user = "".join(tokenizer.decode(part, skip_special_tokens=True) for part in parts)
+    text_of = partial(tokenizer.decode, skip_special_tokens=True)
+    user = "".join(map(text_of, parts))
     question = example.question
     if not user.endswith(question):  # a tokenizer may normalise its text, the question's, too
-        question = tokenizer.decode(
-            tokenizer(question, verbose=False)["input_ids"], skip_special_tokens=True
-        )
+        question = text_of(tokenizer(question, verbose=False)["input_ids"])
     question = question if user.endswith(question) else ""
     return user.removesuffix(question), question, len(ids) - sum(map(len, parts))
 

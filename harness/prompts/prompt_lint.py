@@ -11,9 +11,7 @@ from typing import Literal
 from evals.base import Example
 from harness.prompts.prompt import (
     ANSWER_PROBE,
-    NO_KEYWORDS,
     PROBE,
-    Keywords,
     Prompt,
     Tokenizer,
     in_template,
@@ -35,14 +33,13 @@ def lint(
     window: int,
     new_tokens: int,
     before: int = 0,
-    keywords: Keywords = NO_KEYWORDS,
     thought: str = "",
     because: str = "",
 ) -> Iterator[Finding]:
     """Yield what is wrong with a prompt. Errors make the run meaningless; warnings are to be
     mentioned with the score. `new_tokens`: the most that the answer may have; `before`: tokens of
-    earlier turns; `keywords`: for the chat template; `thought`, `because`: words on the new tokens
-    and on the window, behind their numbers."""
+    earlier turns; `thought`, `because`: words on the new tokens and on the window, behind their
+    numbers."""
     user, bos = example.context + example.question, tokenizer.bos_token_id
     if not prompt.ids or not user.strip():
         yield Finding("error", "empty", f"Example {example.id} has no text: check the task's data.")
@@ -72,19 +69,15 @@ def lint(
             f"The prompt has BOS twice in a row ({bos_text}): take one out of the text or template.",
         )
     text = "\n".join((example.system, *example.earlier, example.reply or "", user, example.prefix))
-    names = sorted(
-        str(t.content)
-        for t in tokenizer.added_tokens_decoder.values()
-        if t.special and t.content in text
-    )
-    if names:
+    special = [str(t.content) for t in tokenizer.added_tokens_decoder.values() if t.special]
+    if names := sorted(name for name in special if name in text):
         yield Finding(
             "warning",
             "special_token",
             f"The text holds {', '.join(names)}, which the tokenizer reads as special: drop or respell the example.",
         )
     if prompt.template:
-        yield from _opening(tokenizer, example.system, keywords)
+        yield from _opening(tokenizer, example.system)
     if getattr(getattr(tokenizer, "backend_tokenizer", None), "fix_mistral_regex", False):
         remedy = "a run elsewhere without fix_mistral_regex has other tokens"
         yield Finding(
@@ -94,11 +87,12 @@ def lint(
         )
     if prompt.cut_tokens:
         remedy = "use a larger max_prompt_tokens, or say so beside the score"
-        place = "from the middle"
+        place = "middle"
         if prompt.cut is not None:
             remedy = f"say so beside the score (too_long={prompt.cut.side})"
-            place = "from the beginning" if prompt.cut.side == "left" else place
-        yield Finding("warning", "cut", f"{prompt.cut_tokens} tokens were cut {place}: {remedy}.")
+            place = "beginning" if prompt.cut.side == "left" else place
+        cut = f"{prompt.cut_tokens} tokens were cut from the {place}: {remedy}."
+        yield Finding("warning", "cut", cut)
         answers = [reference for reference in example.references if reference and reference in user]
         if answers and not any(reference in prompt.text for reference in answers):
             yield Finding(
@@ -108,19 +102,15 @@ def lint(
             )
 
 
-def _opening(tokenizer: Tokenizer, system: str, keywords: Keywords) -> Iterator[Finding]:
+def _opening(tokenizer: Tokenizer, system: str) -> Iterator[Finding]:
     """Find a chat template that does not open the assistant's turn at the end of a prompt. Its text
     after the user's is compared with what it puts between a user's text and an answer that exists."""
-    tail = shell(tokenizer, system, keywords).tail.rstrip()
+    tail = shell(tokenizer, system).tail.rstrip()
     talk = [{"role": "system", "content": system}] * bool(system)
     talk += [{"role": "user", "content": PROBE}, {"role": "assistant", "content": ANSWER_PROBE}]
     try:
-        usual = (
-            in_template(tokenizer, talk, keywords)
-            .rpartition(PROBE)[2]
-            .partition(ANSWER_PROBE)[0]
-            .rstrip()
-        )
+        after_user = in_template(tokenizer, talk).rpartition(PROBE)[2]
+        usual = after_user.partition(ANSWER_PROBE)[0].rstrip()
     except Exception:
         # a template is a program and may raise anything; one that takes no answers shows nothing
         return
@@ -131,7 +121,7 @@ def _opening(tokenizer: Tokenizer, system: str, keywords: Keywords) -> Iterator[
             f"The chat template ends the prompt in {tokenizer.eos_token}: correct it, or set chat=none.",
         )
         return
-    asked = in_template(tokenizer, talk[:-1], keywords).rstrip()
+    asked = in_template(tokenizer, talk[:-1]).rstrip()
     if usual != tail and usual.startswith(tail) and asked.endswith(PROBE + tail):
         yield Finding(
             "warning",

@@ -27,7 +27,7 @@ def repeat_prompts(
     end a user's turn of its chat template, and the model answers without a thought."""
     asked: Tokenizer = ThinkingTokenizer(tokenizer, keywords, on=False)
     templated = chat == "template" and bool(tokenizer.chat_template)
-    head, tail = shell(asked, keywords=keywords) if templated else ("", PLAIN)
+    head, tail = shell(asked) if templated else ("", PLAIN)
     start, written = start_tokens(tokenizer), tokenize(tokenizer, head).ids
     whole_head = written if set(start) <= {*written} else [*start, *written]
     first, later, answer = (tokens_after(tokenizer, text) for text in (WHOLE, PART, tail))

@@ -46,10 +46,8 @@ class StopRule:
             return None
         if tokens[-1] in self.eos_ids:
             return "eos"
-        if (
-            self.stop_strings
-            and self._find_stop(tokens, max(0, len(tokens) - self._tail), skip)[1] is not None
-        ):
+        start = max(0, len(tokens) - self._tail)
+        if self.stop_strings and self._find_stop(tokens, start, skip)[1] is not None:
             return "stop_string"
         return None
 

@@ -6,6 +6,7 @@ of gpt-oss (harmony). It is no part of the answer."""
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -76,28 +77,20 @@ class Thinking:
         """Return how a model thinks, by what its chat template writes after the user's text with
         thinking on and off; None for a model that does not. `keywords`: for the template."""
         on, off = (_tail(tokenizer, {**keywords, ENABLE: thinks}) for thinks in (True, False))
+        template = str(tokenizer.chat_template)
         if on.rstrip().endswith(HARMONY_TURN):
-            return cls(
-                HARMONY,
-                False,
-                HARMONY.end,
-                HARMONY.end if off.rstrip().endswith(HARMONY_TURN) else "",
-            )
+            closing = HARMONY.end if off.rstrip().endswith(HARMONY_TURN) else ""
+            return cls(HARMONY, False, HARMONY.end, closing)
         for marks in KINDS:
             opened, closed = on.rstrip().endswith(marks.opening), off.rstrip().endswith(marks.end)
             if on.rstrip().endswith(marks.end):  # it closes the thought whatever is asked
                 continue
             # templates cut thoughts out of answers
-            if opened or closed or marks.end in str(tokenizer.chat_template):
+            if opened or closed or marks.end in template:
                 block = off.rpartition(on)[2] if closed and on.strip() else ""  # the template's own
-                empty = (
-                    _closing(on, marks)
-                    or block
-                    or marks.opening + marks.white + marks.end + marks.white
-                )
-                wrapped = next(
-                    (mark for mark in WRAPPED if mark in str(tokenizer.chat_template)), ""
-                )
+                bare = marks.opening + marks.white + marks.end + marks.white
+                empty = _closing(on, marks) or block or bare
+                wrapped = next((mark for mark in WRAPPED if mark in template), "")
                 return cls(marks, opened, empty, _closing(off, marks), wrapped)
         return None
 
@@ -112,9 +105,8 @@ def _tail(tokenizer: Tokenizer, keywords: Keywords) -> str:
     one that fails, which rendering a prompt will report."""
     try:
         turns = [{"role": "user", "content": PROBE}]
-        return in_template(tokenizer, turns, keywords, add_generation_prompt=True).rpartition(
-            PROBE
-        )[2]
+        whole = in_template(tokenizer, turns, **keywords, add_generation_prompt=True)
+        return whole.rpartition(PROBE)[2]
     except Exception:  # a template is a program and may raise anything
         return ""
 
@@ -144,15 +136,21 @@ def divided(length: int) -> tuple[int, int]:
 
 
 class ThinkingTokenizer:
-    """Stand in for a tokenizer whose chat template is told to let the model think, or not to.
+    """Stand in for a tokenizer whose chat template is given `keywords`, and told to let the model
+    think, or not to; with `on=None` it is told neither.
 
     Templates that know the variable `enable_thinking` obey it, for others it changes nothing. With
     thinking off, a thought that the template opens by itself is closed at once."""
 
-    def __init__(self, tokenizer: Tokenizer, keywords: Keywords = NO_KEYWORDS, *, on: bool) -> None:
-        self.tokenizer, self.on, self.thinking = tokenizer, on, Thinking.of(tokenizer, keywords)
-        # what its prompts depend on
-        self.asked = f"thinking {'on' if on else 'off'}" if self.thinking else ""
+    def __init__(
+        self, tokenizer: Tokenizer, keywords: Keywords = NO_KEYWORDS, *, on: bool | None
+    ) -> None:
+        self.tokenizer, self.keywords = tokenizer, dict(keywords)
+        self.on, self.thinking = on, Thinking.of(tokenizer, keywords)
+        # what its prompts depend on besides the tokenizer
+        self.told = [json.dumps(self.keywords, sort_keys=True)] * bool(keywords)
+        if self.thinking and on is not None:
+            self.told.append(f"thinking {'on' if on else 'off'}")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tokenizer, name)
@@ -161,10 +159,12 @@ class ThinkingTokenizer:
         return self.tokenizer(text, **options)
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
-        text = self.tokenizer.apply_chat_template(conversation, **{ENABLE: self.on, **options})
-        if self.on or self.thinking is None or not options.get("add_generation_prompt"):
-            return text
-        return text + self.thinking.closing
+        asked = {} if self.on is None else {ENABLE: self.on}
+        keywords = {**asked, **options, **self.keywords}
+        text = self.tokenizer.apply_chat_template(conversation, **keywords)
+        if self.on is False and self.thinking and options.get("add_generation_prompt"):
+            text += self.thinking.closing
+        return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,11 +246,8 @@ class ThoughtfulAnswer:
             if self._end is None:
                 if tokens[-1] in self._eos_ids:
                     return "eos"
-                return (
-                    CUT
-                    if self.thought.most is not None and len(tokens) >= self.thought.most
-                    else None
-                )
+                most = self.thought.most
+                return CUT if most is not None and len(tokens) >= most else None
         start, skip = self._start(tokens, self._end)
         answer = tokens[start:]
         if not answer:
@@ -295,11 +292,8 @@ class ThoughtfulAnswer:
         None while it goes on."""
         if len(tokens) <= self._look and self._has_none(tokens):
             return 0
-        return (
-            len(tokens)
-            if self.thought.marks.end in self._decoded(tokens[-self._window :])
-            else None
-        )
+        ended = self.thought.marks.end in self._decoded(tokens[-self._window :])
+        return len(tokens) if ended else None
 
     def _end_of(self, tokens: Sequence[int]) -> int | None:
         """Return how many of the tokens of a whole answer precede the end of its thought: 0 if it
@@ -331,12 +325,9 @@ class ThoughtfulAnswer:
         white = (
             i
             for i in range(end, len(tokens))
-            if tokens[i] in self.answer.eos_ids or self._text_of(tokens[i])
+            if tokens[i] in self.answer.eos_ids or self._decoded([tokens[i]]).strip()
         )
         return next(white, len(tokens)), 0
-
-    def _text_of(self, token: int) -> str:
-        return self._decoded([token]).strip()
 
     def _decoded(self, tokens: Sequence[int]) -> str:
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}

@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ from sqlitedict import SqliteDict
 from tqdm import tqdm
 
 from harness.bridges.lm_eval.texts import (
-    FreeAnswer,
-    ScoredQuestion,
-    ScoredWindow,
-    log_likelihood,
+    Asked,
+    Text,
+    free_answer,
+    scored_question,
+    scored_window,
     side_by_side,
 )
 from harness.config import plugins
@@ -48,7 +50,6 @@ from harness.models.base import LoadedModel, ModelSource, is_listed, load
 from harness.prompts.prompt import calibration_text, check_keywords, in_template
 from harness.prompts.stops import StopRule
 from harness.prompts.thinking import (
-    Thinking,
     ThinkingTokenizer,
     Thought,
     ThoughtfulAnswer,
@@ -203,16 +204,15 @@ class KVHarnessLM(TemplateLM):
         marks of thoughts to take out of answers, which the token or text `end` gives, else the
         template. Raises `SettingsError` where these are unknown."""
         self.enable_thinking, self.cut_thoughts, self._in_template = enable, 0, False
-        self.chat_tokenizer = self.tokenizer
         self.marks = None
         self._eos_ids = set(self.loaded.eos_ids)
-        known = Thinking.of(self.tokenizer, self.template_kwargs)
         if not (enable is None or isinstance(enable, bool)):
             raise SettingsError(
                 f"enable_thinking={enable} is neither True nor False: give one, or leave it out."
             )
-        if enable is not None:
-            self.chat_tokenizer = ThinkingTokenizer(self.tokenizer, self.template_kwargs, on=enable)
+        told: Any = ThinkingTokenizer(self.tokenizer, self.template_kwargs, on=enable)
+        self.chat_tokenizer = told
+        known = told.thinking
         if end is not None:
             self.marks = marks_ending_in(
                 self.tokenizer.decode([int(end)]) if str(end).isdecimal() else str(end)
@@ -272,10 +272,11 @@ class KVHarnessLM(TemplateLM):
         answers, cut_before = [""] * len(requests), self.cut_thoughts
         self._asked.clear()
         texts = (self._answer(number, *request.args) for number, request in enumerate(requests))
-        for text, slot in self._run(texts, "answers", len(requests), disable_tqdm):
-            context, keywords = requests[text.number].args
-            answers[text.number] = self._text(slot.out.tokens[0], keywords, slot.stops[0])
-            self.cache_hook.add_partial("generate_until", (context, keywords), answers[text.number])
+        for asked in self._run(texts, "answers", len(requests), disable_tqdm):
+            number, slot = asked.number, asked.slot
+            context, keywords = requests[number].args
+            answers[number] = self._text(slot.out.tokens[0], keywords, slot.stops[0])
+            self.cache_hook.add_partial("generate_until", (context, keywords), answers[number])
         if cut := self.cut_thoughts - cut_before:
             warn(
                 f"note: {cut} of {len(requests)} thoughts did not end, so there is no answer: give a larger "
@@ -292,8 +293,8 @@ class KVHarnessLM(TemplateLM):
             for number, request in enumerate(requests)
             for window in self._windows(number, *request.args)
         ]
-        for window, slot in self._run(iter(windows), "windows", len(windows), disable_tqdm):
-            sums[window.number] += window.log_likelihood(slot)
+        for asked in self._run(iter(windows), "windows", len(windows), disable_tqdm):
+            sums[asked.number] += asked.log_likelihood()
         for request, value in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)
         return sums
@@ -306,11 +307,10 @@ class KVHarnessLM(TemplateLM):
                 "enable_thinking=True suits no task that scores given texts: leave it out for these."
             )
         scores = [(0.0, False)] * len(requests)
-        for question, slot in self._run(
-            self._questions(requests), "continuations", len(requests), disable_tqdm
-        ):
-            number, likeliest = question.number, slot.out.likeliest or [False]
-            scores[number] = log_likelihood(slot), likeliest[0]
+        texts = self._questions(requests)
+        for asked in self._run(texts, "continuations", len(requests), disable_tqdm):
+            number, likeliest = asked.number, asked.slot.out.likeliest or [False]
+            scores[number] = asked.log_likelihood(), likeliest[0]
             self.cache_hook.add_partial("loglikelihood", requests[number][0], scores[number])
         return scores
 
@@ -318,7 +318,6 @@ class KVHarnessLM(TemplateLM):
         self,
         string: str,
         add_special_tokens: bool | None = None,
-        left_truncate_len: int | None = None,
         **more: Any,
     ) -> list[int]:
         adds = self.add_bos_token if add_special_tokens is None else add_special_tokens
@@ -327,19 +326,17 @@ class KVHarnessLM(TemplateLM):
         ):
             adds = False
         asked = {} if adds is None else {"add_special_tokens": adds}
-        ids: list[int] = self.tokenizer.encode(string, **asked)
-        return ids[-left_truncate_len:] if left_truncate_len else ids
+        return self.tokenizer.encode(string, **asked)
 
     @property
     def eot_token_id(self) -> int:
-        eos: int = self.tokenizer.eos_token_id
-        return eos
+        return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
         """Return the token that stands before the first token of a text: BOS, or EOS where there is
         no BOS."""
-        bos: int | None = self.tokenizer.bos_token_id
+        bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
     @property
@@ -363,7 +360,6 @@ class KVHarnessLM(TemplateLM):
         return in_template(
             self.chat_tokenizer,
             chat_history,
-            self.template_kwargs,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
@@ -388,9 +384,7 @@ class KVHarnessLM(TemplateLM):
             "kv_cautions": list(filter(None, [self.source.describe().caution, from_file])),
         }
 
-    def _run(
-        self, texts: Iterator[Any], what: str, count: int, quiet: bool
-    ) -> Iterator[tuple[Any, Any]]:
+    def _run(self, texts: Iterator[Text], what: str, count: int, quiet: bool) -> Iterator[Asked]:
         if (self.template_kwargs or self.enable_thinking) and not self._in_template:
             raise SettingsError(
                 "template_kwargs and enable_thinking=True are for the chat template, which lm-eval applies only with "
@@ -402,16 +396,17 @@ class KVHarnessLM(TemplateLM):
             routed(self.loaded.model),
             tqdm(total=count, desc=f"Running {what}", disable=quiet) as bar,
         ):
-            for text, slot in side_by_side(self.engine, texts, self.batch_size):
-                if slot.out.not_finite is not None:
+            for asked in side_by_side(self.engine, texts, self.batch_size):
+                number, out = asked.number, asked.slot.out
+                if out.not_finite is not None:
                     raise NotFiniteError(
-                        f"The logits of request {text.number} hold NaN or infinity in {self.loaded.model.dtype}: check "
+                        f"The logits of request {number} hold NaN or infinity in {self.loaded.model.dtype}: check "
                         "the weights or take another dtype; `python -m harness` with this model names the layer."
                     )
-                numbers.add(text.number)
-                if slot.out.fallback:
-                    fell_back.setdefault(text.number, slot.out.fallback)
-                yield text, slot
+                numbers.add(number)
+                if out.fallback:
+                    fell_back.setdefault(number, out.fallback)
+                yield asked
                 bar.update()
         self.requests += len(numbers)
         self.fell_back.update(fell_back.values())
@@ -419,7 +414,7 @@ class KVHarnessLM(TemplateLM):
             name = type(self.engine.attachment.method).__name__
             warn(f"note: {name} fell back on {times} of {len(numbers)} requests: {reason}")
 
-    def _answer(self, number: int, context: str, keywords: dict[str, Any]) -> FreeAnswer:
+    def _answer(self, number: int, context: str, keywords: dict[str, Any]) -> Text:
         wanted = normalize_gen_kwargs(keywords, self.max_gen_toks)
         new = wanted["max_gen_toks"]
         if new >= self.max_length:
@@ -440,9 +435,8 @@ class KVHarnessLM(TemplateLM):
                 sampler.pick, sampler.pick
             )
             sampler = rule
-        return FreeAnswer(
-            self.engine, number, ids, {"max_new_tokens": new, "stops": [rule], "sampler": sampler}
-        )
+        ending = {"max_new_tokens": new, "stops": [rule], "sampler": sampler}
+        return partial(free_answer, self.engine, number, ids, ending)
 
     def _sampler(self, wanted: dict[str, Any], context: str) -> Sampler:
         if not wanted["do_sample"]:
@@ -475,7 +469,7 @@ class KVHarnessLM(TemplateLM):
         text = self.tokenizer.decode(list(tokens[start:]), skip_special_tokens=True)[skip:]
         return postprocess_generated_text(text, stop=self._until(keywords), think_end_token=end)
 
-    def _questions(self, requests: Sequence[EncodedPair]) -> Iterator[ScoredQuestion]:
+    def _questions(self, requests: Sequence[EncodedPair]) -> Iterator[Text]:
         """Yield the requests for likelihoods as questions, one for each context with all of its
         continuations. A context that is too long for its continuation is cut on the left."""
         by_context = defaultdict[tuple[int, ...], dict[int, list[int]]](dict)
@@ -487,7 +481,8 @@ class KVHarnessLM(TemplateLM):
                 )
             by_context[tuple(self._left_cut(context, room))][number] = continuation
         return (
-            ScoredQuestion(self.engine, context, asked) for context, asked in by_context.items()
+            partial(scored_question, self.engine, context, asked)
+            for context, asked in by_context.items()
         )
 
     def _left_cut(self, ids: list[int], room: int) -> list[int]:
@@ -500,7 +495,7 @@ class KVHarnessLM(TemplateLM):
             )
         return ids[-room:]
 
-    def _windows(self, number: int, string: str) -> Iterator[ScoredWindow]:
+    def _windows(self, number: int, string: str) -> Iterator[Text]:
         ids, most = self.tok_encode(string), self.max_length
         for window in get_rolling_token_windows(
             ids, self.prefix_token_id, max_seq_len=most, context_len=1
@@ -508,7 +503,8 @@ class KVHarnessLM(TemplateLM):
             context, scored = make_disjoint_window(window)
             fed = len(context) + len(scored) - 1
             sealed = fed if self._full else max(1, int(self.rolling_context * fed))
-            yield ScoredWindow(self.engine, number, [*context, *scored], len(scored), sealed)
+            tokens = [*context, *scored]
+            yield partial(scored_window, self.engine, number, tokens, len(scored), sealed)
 
     @property
     def _full(self) -> bool:

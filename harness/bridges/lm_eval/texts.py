@@ -3,179 +3,152 @@ whole windows."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from harness.engine.batch.running import RunningBatch
 from harness.engine.batch.running_sequence import After, RunningSequence
+from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.saved_state import Snapshot
 from harness.prompts.teacher import Forced
 
-Text: TypeAlias = "FreeAnswer | ScoredQuestion | ScoredWindow"
 CHUNK = 512  # tokens of a window whose logits are computed at a time
 
 
-def side_by_side(
-    engine: Engine, texts: Iterator[Text], size: int
-) -> Iterator[tuple[Text, RunningSequence]]:
-    """Run lm-eval's requests (`texts`), `size` of them at a time, in one batch. Yield each text
-    with each of its sequences that has ended. `text.next(batch)` starts the next sequence of a
-    text, and returns None if there is none left."""
-    batch, running = RunningBatch(engine), dict[RunningSequence, Text]()
+class Asked(NamedTuple):
+    """Name a sequence of a running batch and the request that it belongs to."""
 
-    def go_on(text: Text) -> None:
-        if (slot := text.next(batch)) is not None:
-            running[slot] = text
+    number: int  # of the request
+    slot: RunningSequence
+    of_prompt: float = 0.0  # log-likelihood of the tokens that count and stand in the prompt
+    uncounted: int = 0  # how many of the tokens fed as its answer do not count
+
+    def log_likelihood(self) -> float:
+        """Return the log-likelihood, in nats, of the tokens that count. The sequence has ended."""
+        assert isinstance(self.slot.sampler, Forced)
+        costs = self.slot.sampler.costs[self.uncounted :]
+        return self.of_prompt - sum(float(cost) for cost in costs)
+
+
+# starts the sequences of one text in a batch, the next one each time the last one has ended
+Text: TypeAlias = Callable[[RunningBatch], Iterator[Asked]]
+
+
+def side_by_side(engine: Engine, texts: Iterator[Text], size: int) -> Iterator[Asked]:
+    """Run lm-eval's requests (`texts`), `size` of them at a time, in one batch. Yield each of their
+    sequences when it has ended."""
+    batch = RunningBatch(engine)
+    running: dict[RunningSequence, tuple[Asked, Iterator[Asked]]] = {}
+    waiting = (text(batch) for text in texts)
+
+    def go_on(text: Iterator[Asked]) -> None:
+        if (asked := next(text, None)) is not None:
+            running[asked.slot] = asked, text
 
     while True:
-        while len(running) < size and (text := next(texts, None)) is not None:
+        while len(running) < size and (text := next(waiting, None)) is not None:
             go_on(text)
         if not running:
             return
         for slot in batch.run():
-            text = running.pop(slot)
-            yield text, slot
+            asked, text = running.pop(slot)
+            yield asked
             go_on(text)
 
 
-class FreeAnswer:
-    """Run one request for generated text: the model decodes freely after the prompt, until it ends
-    the answer or a stop is met."""
-
-    def __init__(
-        self, engine: Engine, number: int, ids: Sequence[int], ending: Mapping[str, Any]
-    ) -> None:
-        """Take the request's `number`, the tokens of its prompt (`ids`) and the arguments of
-        `Engine.join` that say how tokens are picked and when to stop (`ending`)."""
-        self.engine, self.number, self._ending = engine, number, ending
-        self._ids: Sequence[int] | None = ids
-
-    def next(self, batch: RunningBatch) -> RunningSequence | None:
-        ids, self._ids = self._ids, None
-        return None if ids is None else self.engine.join(batch, torch.tensor([ids]), **self._ending)
+def free_answer(
+    engine: Engine, number: int, ids: Sequence[int], ending: Mapping[str, Any], batch: RunningBatch
+) -> Iterator[Asked]:
+    """Let the model decode freely after the prompt `ids`, until it ends the answer or a stop is met.
+    `ending`: the arguments of `Engine.join` that say how tokens are picked and when to stop."""
+    yield Asked(number, engine.join(batch, torch.tensor([ids]), **ending))
 
 
-def log_likelihood(slot: RunningSequence, uncounted: int = 0) -> float:
-    """Return the log-likelihood, in nats, of the tokens that were fed to the sequence `slot` as its
-    answer (`Forced`), without the first `uncounted`."""
-    assert isinstance(slot.sampler, Forced)
-    return -sum(float(cost) for cost in slot.sampler.costs[uncounted:])
-
-
-class ScoredQuestion:
+@torch.inference_mode()
+def scored_question(
+    engine: Engine,
+    context: Sequence[int],
+    continuations: Mapping[int, Sequence[int]],
+    batch: RunningBatch,
+) -> Iterator[Asked]:
     """Compute the likelihoods of several continuations of one context, one after the other on one
-    cache.
+    cache. `continuations`: the tokens of each, by the number of the request that asks for its
+    likelihood.
 
     All of the context but its last token is the prompt that the method seals. That token and the
     continuations are read by decode steps: otherwise the likelihood of a continuation's first token
     would come from the prefill, and be Full's under every method."""
-
-    def __init__(
-        self, engine: Engine, context: Sequence[int], continuations: Mapping[int, Sequence[int]]
-    ) -> None:
-        """`continuations`: the tokens of each, by the number of the request that asks for its
-        likelihood."""
-        self.engine, self.context = engine, context
-        self._waiting = deque(continuations.items())
-        self._room = max(map(len, continuations.values()))
-        self._logits: Tensor | None = None  # [1 V], of the context's last token
-        self.number = -1  # number of the request that runs
-
-    @torch.inference_mode()
-    def next(self, batch: RunningBatch) -> RunningSequence | None:
-        if not self._waiting:
-            return None
-        self.number, continuation = self._waiting.popleft()
-        whole = [*self.context, *continuation[:-1]]
-        if self._logits is None or not self._cache.fits(len(whole)):
-            self._logits = self._read(whole)
+    room = max(map(len, continuations.values()))
+    last = list(continuations)[-1]
+    cache: KVCache | None = None
+    for number, continuation in continuations.items():
+        # its length may decide how the model rotates the context
+        whole = torch.tensor([[*context, *continuation[:-1]]], device=engine.model.device)
+        if cache is None or not cache.fits(whole.shape[1]):
+            cache = engine.cache(whole[:, : len(context)], room)
+            cache.expect_text(whole)
+            logits = read_context(engine, cache, whole[:, : len(context)])
+            if number != last:
+                snapshot = Snapshot(cache)
         else:
-            self._snapshot.restore()
-            self._cache.expect_text(torch.tensor([whole], device=self.engine.model.device))
-        return _forced(batch, self._cache, self._logits, continuation)
-
-    def _read(self, whole: Sequence[int]) -> Tensor:
-        """Read the context and seal it. Return the logits [1 V] of its last token. `whole`: the
-        text with the continuation, whose length may decide how the model rotates the context."""
-        device = self.engine.model.device
-        ids = torch.tensor([self.context], device=device)
-        self._cache = self.engine.cache(ids, self._room)
-        self._cache.expect_text(torch.tensor([whole], device=device))
-        prompt, last = ids[:, :-1], ids[:, -1:]
-        if prompt.shape[1]:
-            self.engine.prefill(self._cache, prompt)
-            self._cache.seal()
-            logits = self.engine.decode(last, self._cache, None)
-        else:  # the prompt would be empty
-            logits = self.engine.prefill(self._cache, last)
-            self._cache.seal()
-        if self._waiting:
-            self._snapshot = Snapshot(self._cache)
-        return logits
+            snapshot.restore()
+            cache.expect_text(whole)
+        yield Asked(number, _forced(batch, cache, logits, continuation))
 
 
-class ScoredWindow:
-    """Compute the likelihood of the last tokens of a text, each given all tokens before it.
-
-    Its first `sealed` tokens are the prompt, whose likelihoods come from the prefill; the method
-    seals them and the other tokens are read by decode steps."""
-
-    def __init__(
-        self, engine: Engine, number: int, tokens: Sequence[int], scored: int, sealed: int
-    ) -> None:
-        """Take the request's `number` and its `tokens`, of which the last `scored` count and the very
-        last is not fed."""
-        self.engine, self.number, self.scored, self.sealed = engine, number, scored, sealed
-        self._tokens: Sequence[int] | None = tokens
-        self._of_prompt = 0.0  # log-likelihood of the scored tokens in the prompt
-
-    @torch.inference_mode()
-    def next(self, batch: RunningBatch) -> RunningSequence | None:
-        if self._tokens is None:
-            return None
-        tokens, self._tokens = torch.tensor([self._tokens], device=self.engine.model.device), None
-        cache = self.engine.cache(tokens[:, :-1], 0)
-        first = tokens.shape[1] - self.scored  # place of the first token that counts
-        for start in range(0, self.sealed, CHUNK):
-            end = min(start + CHUNK, self.sealed)
-            logits = self._logits(cache, tokens[:, start:end])
-            nexts = (
-                tokens[:, start + 1 : end + 1] if end < self.sealed else tokens[:, start + 1 : end]
-            )
-            chances = (
-                logits[:, : nexts.shape[1]]
-                .float()
-                .log_softmax(-1)
-                .gather(-1, nexts.unsqueeze(-1))[0, :, 0]
-            )
-            self._of_prompt += float(chances[max(0, first - start - 1) :].double().sum())
+def read_context(engine: Engine, cache: KVCache, ids: Tensor) -> Tensor:
+    """Read the context ids [1 S] and seal it before its last token. Return the logits [1 V] of that
+    token."""
+    prompt, last = ids[:, :-1], ids[:, -1:]
+    if prompt.shape[1]:
+        engine.prefill(cache, prompt)
         cache.seal()
-        self._uncounted = max(0, first - self.sealed)
-        return _forced(batch, cache, logits[:, -1], tokens[0, self.sealed :].tolist())
+        return engine.decode(last, cache, None)
+    logits = engine.prefill(cache, last)  # the prompt would be empty
+    cache.seal()
+    return logits
 
-    def log_likelihood(self, slot: RunningSequence) -> float:
-        """Return the log-likelihood of all scored tokens, in nats. `slot`: the sequence that has
-        ended."""
-        return self._of_prompt + log_likelihood(slot, self._uncounted)
 
-    def _logits(self, cache: Any, ids: Tensor) -> Tensor:
-        """Return the logits [1 T V] of all ids [1 T]; the engine gives only those of the last
-        one."""
-        places = cache.positions(ids.shape[1], ids.device)
-        logits: Tensor = self.engine.model(
-            ids, position_ids=places, past_key_values=cache, use_cache=True
+@torch.inference_mode()
+def scored_window(
+    engine: Engine,
+    number: int,
+    window: Sequence[int],
+    scored: int,
+    sealed: int,
+    batch: RunningBatch,
+) -> Iterator[Asked]:
+    """Compute the likelihood of the last `scored` tokens of a window of a text, each given all tokens
+    before it; the very last token is not fed.
+
+    The first `sealed` tokens are the prompt, whose likelihoods come from the prefill; the method
+    seals them and the other tokens are read by decode steps."""
+    tokens = torch.tensor([window], device=engine.model.device)
+    cache = engine.cache(tokens[:, :-1], 0)
+    first = len(window) - scored  # place of the first token that counts
+    of_prompt = 0.0
+    for start in range(0, sealed, CHUNK):
+        end = min(start + CHUNK, sealed)
+        places = cache.positions(end - start, tokens.device)
+        # the engine gives only the logits of the last token
+        logits = engine.model(
+            tokens[:, start:end], position_ids=places, past_key_values=cache, use_cache=True
         ).logits
-        return logits
+        nexts = tokens[0, start + 1 : min(end + 1, sealed)]
+        chances = logits[0, : len(nexts)].float().log_softmax(-1).gather(-1, nexts.unsqueeze(-1))
+        of_prompt += float(chances[max(0, first - start - 1) :].double().sum())
+    cache.seal()
+    slot = _forced(batch, cache, logits[:, -1], window[sealed:])
+    yield Asked(number, slot, of_prompt, max(0, first - sealed))
 
 
 def _forced(
-    batch: RunningBatch, cache: Any, logits: Tensor, tokens: Sequence[int]
+    batch: RunningBatch, cache: KVCache, logits: Tensor, tokens: Sequence[int]
 ) -> RunningSequence:
     """Add to `batch` a sequence whose answer is given: `tokens` are fed one by one to the sealed
     `cache`, whatever the model would choose, and their likelihoods are noted (`Forced`). logits

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from harness import Engine, RunningBatch, attached
 from harness.config.settings import SettingsError
+from harness.engine.cache import KVCache
 from harness.engine.hf import routed
 from harness.engine.saved_state import Snapshot
 from harness.prompts.stops import StopRule
@@ -28,7 +29,7 @@ from lm_eval.api.model import CachingLM
 from lm_eval.api.registry import get_model, model_registry
 
 from harness.bridges.lm_eval.model import KVHarnessLM
-from harness.bridges.lm_eval.texts import ScoredQuestion, ScoredWindow, log_likelihood
+from harness.bridges.lm_eval.texts import read_context, scored_question, scored_window
 from harness.commands.lm_eval import MODEL
 
 TEXT = "A fact stands in a long text, and the text goes on. " * 3
@@ -139,19 +140,18 @@ def test_scored_texts_are_rotated_as_one_forward_rotates_them(architecture: str,
     told = {number: prompt(length, seed=number + 1) for number, length in enumerate((3, 12, 2))}
     with torch.no_grad(), attached(fresh, Full()) as kv:
         engine = Engine(kv)
-        question = ScoredQuestion(engine, context[0].tolist(), {i: one[0].tolist() for i, one in told.items()})
-        window = ScoredWindow(engine, 3, prompt(100)[0].tolist(), 90, 30)
-        for text in (question, window):
-            batch = RunningBatch(engine)
-            while (slot := text.next(batch)) is not None:
+        batch, scored = RunningBatch(engine), dict[int, float]()
+        question = {i: one[0].tolist() for i, one in told.items()}
+        for text in (
+            scored_question(engine, context[0].tolist(), question, batch),
+            scored_window(engine, 3, prompt(100)[0].tolist(), 90, 30, batch),
+        ):
+            for asked_for in text:
                 while batch.sequences:
                     batch.step()
-                if isinstance(text, ScoredWindow):
-                    assert text.log_likelihood(slot) == pytest.approx(in_one_forward(prompt(100), 90), abs=1e-3)
-                    continue
-                one = told[text.number]
-                wanted = in_one_forward(torch.cat([context, one], 1), one.shape[1])
-                assert log_likelihood(slot) == pytest.approx(wanted, abs=1e-3)
+                scored[asked_for.number] = asked_for.log_likelihood()
+        wanted = [in_one_forward(torch.cat([context, one], 1), one.shape[1]) for one in told.values()]
+        assert list(scored.values()) == pytest.approx([*wanted, in_one_forward(prompt(100), 90)], abs=1e-3)
 
 
 def test_a_rolling_likelihood_seals_a_share_of_each_window() -> None:
@@ -252,20 +252,20 @@ def test_the_same_command_goes_on_after_an_error_with_what_its_use_cache_file_ho
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    read, contexts = ScoredQuestion._read, list[int]()
+    contexts: list[Tensor] = []
 
-    def fails(question: ScoredQuestion, whole: Any) -> Tensor:
-        contexts.append(question.number)
+    def fails(engine: Engine, cache: KVCache, ids: Tensor) -> Tensor:
+        contexts.append(ids)
         if len(contexts) == 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return read(question, whole)
+        return read_context(engine, cache, ids)
 
     def evaluated(**keywords: Any) -> Any:
         manager = TaskManager(include_path=str(own_task(tmp_path)), include_defaults=False)
         return simple_evaluate(ours(), tasks=["own"], task_manager=manager, bootstrap_iters=0, **keywords)["results"]
 
     whole = evaluated()
-    monkeypatch.setattr(ScoredQuestion, "_read", fails)
+    monkeypatch.setattr("harness.bridges.lm_eval.texts.read_context", fails)
     with pytest.raises(torch.OutOfMemoryError):
         evaluated(use_cache=str(tmp_path / "kept"))
     assert evaluated(use_cache=str(tmp_path / "kept")) == whole

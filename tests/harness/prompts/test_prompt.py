@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -24,6 +25,7 @@ from harness.models.random import Random, byte_tokenizer
 from harness.prompts.prompt import Prompt, PromptError, Tools, check_keywords, render, render_turn, shell
 from harness.prompts.prompt_lint import lint
 from harness.prompts.stops import StopRule
+from harness.prompts.thinking import ThinkingTokenizer
 from harness.reports.rerun import command
 from methods.full import Full
 from tests.fast import MODEL_ARGS, TASK_ARGS, niah
@@ -380,7 +382,10 @@ def test_keywords_reach_the_template_and_are_part_of_the_run() -> None:
     other = planned(replace(MODEL, template=EFFORT.replace("Effort", "Zeal")))
     assert other.identity["prompts"] != plain.identity["prompts"]
     tokenizer = MODEL.tokenizer()
-    prints = [Tools(tokenizer, "template", words).fingerprint for words in ({}, {"effort": "low"}, {"effort": "high"})]
+    told: list[Any] = [
+        ThinkingTokenizer(tokenizer, words, on=None) for words in ({}, {"effort": "low"}, {"effort": "high"})
+    ]
+    prints = [Tools(one, "template").fingerprint for one in told]
     assert len({*prints}) == 3
     assert prints[0] == Tools(tokenizer, "template").fingerprint
 
@@ -391,8 +396,9 @@ def test_keywords_decide_the_end_of_a_turn_and_what_is_checked() -> None:
     assert _end_of_turn(tokenizer) == set()
     assert _end_of_turn(tokenizer, {"end": "<|im_end|>"}) == {tokenizer.convert_tokens_to_ids("<|im_end|>")}
     words = {"end": "<|im_end|>", "open": tokenizer.eos_token}
-    prompt = render(example(), tokenizer, chat="template", keywords=words)
-    assert [finding.code for finding in lint(example(), prompt, tokenizer, 8192, 8, keywords=words)] == ["eos"]
+    told: Any = ThinkingTokenizer(tokenizer, words, on=None)
+    prompt = render(example(), told, chat="template")
+    assert [finding.code for finding in lint(example(), prompt, told, 8192, 8)] == ["eos"]
 
 
 @pytest.mark.parametrize(
