@@ -93,7 +93,7 @@ bench-gpu-offload:  ## the table of bench-gpu with keys and values in host memor
 	$(GPU_BENCH) decode $(GPU_LIMITS) $(GPU_MODEL) --tokens 131072 --placement host --overlap off \
 	    --methods $(OFFLOADED) --out $(OUT)/gpu-offload
 
-bench-gpu-overlap:  ## and with rows that come while the model computes: what gains by it belongs into OVERLAP_HELPS
+bench-gpu-overlap:  ## and with rows that come while the model computes
 	$(GPU_BENCH) decode $(GPU_LIMITS) $(GPU_MODEL) --tokens 131072 --placement host --overlap on \
 	    --methods $(OFFLOADED) --out $(OUT)/gpu-overlap
 

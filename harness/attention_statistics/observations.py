@@ -70,11 +70,13 @@ def causal_weights(x: AttnInput, spec: LayerSpec, first: int, last: int) -> Tens
 
 
 def line_per_layer(
-    axes: Axes, x: Sequence[Sequence[float]], y: Sequence[Sequence[float]], **labels: Any
+    axes: Axes, layers: Sequence[Figures], curve: tuple[str, str], **labels: Any
 ) -> None:
-    """Draw a line per layer, darker for later layers. `labels`: as `Axes.set` takes them."""
-    for index, (across, up) in enumerate(zip(x, y, strict=True)):
-        opacity = 0.15 + 0.7 * index / max(1, len(x) - 1)
+    """Draw a line per layer, darker for later layers. `curve`: the names of its figures across and
+    up; `labels`: as `Axes.set` takes them."""
+    for index, layer in enumerate(layers):
+        opacity = 0.15 + 0.7 * index / max(1, len(layers) - 1)
+        across, up = (layer[name] for name in curve)
         axes.plot(across, up, color=(0.1, 0.35, 0.7, opacity), linewidth=0.9)
     axes.set(**labels)
 
@@ -98,7 +100,7 @@ class KeySpectrum(Observation):
     rank that holds `energy`, a share of the squared singular values.
     """
 
-    title: ClassVar[str] = "Singular values of keys and values, relative to the largest"
+    title = "Singular values of keys and values, relative to the largest"
     columns: ClassVar[Mapping[str, str]] = {
         "rank_before": "rank for the energy, keys before",
         "rank_after": "keys after",
@@ -107,15 +109,14 @@ class KeySpectrum(Observation):
         "error_after": "keys after",
         "error_values": "values",
     }
-    panels: ClassVar[int] = len(KINDS)
+    panels = len(KINDS)
 
     share: float = 0.15625
     energy: float = 0.99
 
     def of_layer(self, x: AttnInput, spec: LayerSpec) -> Figures:
         figures: dict[str, Any] = {}
-        rows_of = {"before": unrotate(x.k, x.cos, x.sin), "after": x.k, "values": x.v}
-        for kind, rows in rows_of.items():
+        for kind, rows in zip(KINDS, (unrotate(x.k, x.cos, x.sin), x.k, x.v), strict=True):
             matrix = rows[0].transpose(0, 1).flatten(1)  # [N G*D]
             spectrum = torch.linalg.svdvals(matrix.double())
             squares = spectrum.square()
@@ -134,8 +135,7 @@ class KeySpectrum(Observation):
         axis = {"xscale": "log", "yscale": "log", "ylim": (1e-4, 1.2)}
         axis |= {"xlabel": "number of the singular value (line: the rank kept)"}
         for axes, (kind, title) in zip(panels, KINDS.items(), strict=True):
-            ranks, spectra = ([layer[key] for layer in layers] for key in ("ranks", kind))
-            line_per_layer(axes, ranks, spectra, title=title, **axis)
+            line_per_layer(axes, layers, ("ranks", kind), title=title, **axis)
             axes.axvline(self.share * layers[0]["channels"], color=LINE, linewidth=0.9)
         panels[0].set_ylabel("relative to the largest; a line per layer, darker: later")
 
@@ -148,7 +148,7 @@ class ChunkCosines(Observation):
     about it. ShadowKV scores chunks by their means and keeps the outliers exactly.
     """
 
-    title: ClassVar[str] = "Least cosine of a chunk's keys to their mean"
+    title = "Least cosine of a chunk's keys to their mean"
     columns: ClassVar[Mapping[str, str]] = {
         "mean": "mean cosine, rotated keys",
         "least": "median of the least",
@@ -166,7 +166,9 @@ class ChunkCosines(Observation):
         return self._figures(x.k, "") | self._figures(before, "_before")
 
     def _figures(self, keys: Tensor, suffix: str) -> dict[str, Any]:
-        cosines = to_chunk_mean(keys[0].float(), self.chunk)  # [G C c]
+        whole = keys.shape[2] // self.chunk  # an incomplete chunk is left out
+        rows = keys[0, :, : whole * self.chunk].float().unflatten(1, (whole, self.chunk))
+        cosines = torch.cosine_similarity(rows, rows.mean(2, keepdim=True), dim=-1)  # [G C c]
         least = cosines.amin(-1).flatten()
         outliers = least < self.below
         histogram = least.cpu().histc(BINS, -1, 1)
@@ -189,14 +191,6 @@ class ChunkCosines(Observation):
             axes.figure.colorbar(image, ax=axes, label="share of the chunks")
 
 
-def to_chunk_mean(keys: Tensor, chunk: int) -> Tensor:
-    """Return the cosine of each key to the mean of its chunk, keys [G N D] -> [G C c]; an incomplete chunk is left
-    out."""
-    whole = keys.shape[1] // chunk
-    chunks = keys[:, : whole * chunk].unflatten(1, (whole, chunk))
-    return torch.cosine_similarity(chunks, chunks.mean(2, keepdim=True), dim=-1)
-
-
 @dataclass(frozen=True, kw_only=True)
 class AttentionMass(Observation):
     """Measure how few tokens hold how much of the attention weight (PQCache, arXiv 2407.12820, figure 5).
@@ -205,7 +199,7 @@ class AttentionMass(Observation):
     of the tokens hold together.
     """
 
-    title: ClassVar[str] = "Attention weight on the tokens with the largest weights"
+    title = "Attention weight on the tokens with the largest weights"
     columns: ClassVar[Mapping[str, str]] = {
         "top_0.01": "weight on the top 1 %",
         "top_0.05": "5 %",
@@ -233,10 +227,8 @@ class AttentionMass(Observation):
         curves, shares = panels
         axis = {"xscale": "log", "yscale": "log", "xlabel": "rank of the token"}
         axis |= {"ylabel": "attention weight, mean over heads and queries"}
-        ranks, falling = ([layer[key] for layer in layers] for key in ("ranks", "falling"))
-        line_per_layer(
-            curves, ranks, falling, title="falling weights; a line per layer, darker: later", **axis
-        )
+        axis |= {"title": "falling weights; a line per layer, darker: later"}
+        line_per_layer(curves, layers, ("ranks", "falling"), **axis)
         axis = {
             "xlabel": "tokens with the largest weights (%)",
             "ylabel": "attention weight on them (%)",
@@ -252,7 +244,7 @@ class HeavyHitters(Observation):
     sum over all queries, the score by which H2O keeps heavy hitters.
     """
 
-    title: ClassVar[str] = "Attention sparsity, and the weight that heavy hitters accumulate"
+    title = "Attention sparsity, and the weight that heavy hitters accumulate"
     columns: ClassVar[Mapping[str, str]] = {
         "sparsity": "weights near zero (share)",
         "top_0.05": "accumulated weight of the top 5 %",
@@ -265,8 +257,7 @@ class HeavyHitters(Observation):
     def of_layer(self, x: AttnInput, spec: LayerSpec) -> Figures:
         tokens = x.k.shape[2]
         received = x.q.new_zeros(x.q.shape[1], tokens, dtype=torch.float32)  # [H N]
-        small = 0
-        seen = 0
+        small = seen = 0
         for first in range(0, tokens, AT_ONCE):
             weights = causal_weights(x, spec, first, min(first + AT_ONCE, tokens))
             visible = torch.ones_like(weights, dtype=torch.bool).tril(first)
@@ -275,8 +266,7 @@ class HeavyHitters(Observation):
             seen += int(visible.sum())
             received += weights.sum(1)
         shares = received.sort(-1, descending=True).values / received.sum(-1, keepdim=True)
-        falling = shares.mean(0)
-        return {"sparsity": round(small / seen, 5), **mass_of_top(falling, HITTER_SHARES)}
+        return {"sparsity": round(small / seen, 5), **mass_of_top(shares.mean(0), HITTER_SHARES)}
 
     def paint(self, panels: Sequence[Axes], layers: Sequence[Figures]) -> None:
         bars, curves = panels
@@ -305,6 +295,7 @@ def mass_of_top(falling: Tensor, shares: Sequence[float]) -> dict[str, float]:
 def paint_shares(
     axes: Axes, layers: Sequence[Figures], shares: Sequence[float], **labels: Any
 ) -> None:
+    across = [100 * share for share in shares]
     percents = [[100 * layer[f"top_{share:g}"] for share in shares] for layer in layers]
-    across = [[100 * share for share in shares]] * len(layers)
-    line_per_layer(axes, across, percents, ylim=(0, 100), **labels)
+    curves = [{"across": across, "up": up} for up in percents]
+    line_per_layer(axes, curves, ("across", "up"), ylim=(0, 100), **labels)

@@ -46,7 +46,7 @@ from harness.jobs.examples import blank
 from harness.jobs.machine import free_here
 from harness.jobs.memory import CacheSpec, MemoryForecast, lacking, largest_batch, needed_by
 from harness.models.base import LoadedModel, ModelInfo, ModelSource
-from harness.models.devices import usual_chunk, usual_overlap
+from harness.models.devices import usual_chunk
 from harness.prompts.prompt import calibration_text
 from methods.base import BudgetError, Method
 from methods.full import Full
@@ -225,14 +225,9 @@ def attachment(
         placement=options.placement if method.offloads else DEVICE,
         calibration=torch.tensor([text]),
         reuse_steps=options.reuse_steps if method.uses_budget else 0,
-        overlap=_overlaps(method, options),
+        overlap=options.overlap == "on",
     )
     return Attachment(loaded.model, method, attaching)
-
-
-def _overlaps(method: Method, options: argparse.Namespace) -> bool:
-    auto = options.overlap == "auto" and usual_overlap(options.device, type(method).__name__)
-    return options.overlap == "on" or auto
 
 
 def cache_spec(method: Method, options: argparse.Namespace) -> CacheSpec:
@@ -244,7 +239,7 @@ def cache_spec(method: Method, options: argparse.Namespace) -> CacheSpec:
         dtype=options.dtype,
         device=options.device,
         prefill_chunk=usual_chunk(options.device, method.dense_prefill),
-        overlap="on" if _overlaps(method, options) else "off",
+        overlap="on" if options.overlap == "on" else "off",
         graphs="off" if options.device == "cpu" else "on",
     )
     return CacheSpec(settings, method, methods.given_to(method, options)[0])

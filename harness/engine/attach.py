@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
-from inspect import Parameter, Signature, signature
+from inspect import signature
 from time import perf_counter
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from harness.engine.attach_options import AttachOptions, refuse_number
+from harness.engine.attach_options import OF_REQUEST, AttachOptions, refuse_number
 from harness.engine.cache import KVCache, UnsupportedError
+from harness.engine.fidelity import reference_layers
 from harness.engine.hf import forget_trial, is_routed, layer_specs, routed
 from harness.engine.loop import STEP, LoopCache, LoopCalls, LoopUsage
 from harness.engine.rotation import text_rotary
@@ -40,15 +41,13 @@ from methods.base import (
     CacheState,
     Checks,
     CostError,
-    KVLayer,
     LayerSpec,
     LayerWorkload,
     Method,
     Request,
     refuse_other_than_method,
 )
-from methods.full import Full
-from methods.layers import Layer, Policy
+from methods.layers import Layer
 from methods.layers.window import check_growth, check_length, start_layers, whole_layers
 from methods.tiers.pinned_memory import PinnedReservation
 from methods.tiers.tier import DEVICE, HOST
@@ -141,7 +140,7 @@ class Attachment:
             device=self.model.device,
             budget=self.budget,
             abilities=self.abilities,
-            **self.options.of_request(),
+            **{name: getattr(self.options, name) for name in OF_REQUEST},
             prepared=self.prepared,
             grows=grows,
         )
@@ -164,7 +163,7 @@ class Attachment:
         cache.rotary = self.rotary
         cache.closes_early = request.placement != DEVICE or self.method.closes_early
         if ability(self.method, Repeat) is not None:
-            cache.before_seal = SecondReading(self.read_again, self._run)
+            cache.before_seal = SecondReading(self.read_again, self.run)
         return cache
 
     def read_again(self, run: Run, cache: KVCache, prompt: Tensor) -> None:
@@ -173,23 +172,25 @@ class Attachment:
         is read whole is not repeated. Raise `ValueError` where every layer slides over fewer tokens
         than prompt and repetition have together."""
         tokens, budget, repeat = prompt.shape[1], self.budget, ability(self.method, Repeat)
-        if budget is None or all(
-            self.method.reads_all(tokens, budget.tokens(tokens, x.index)) for x in self.specs
+        if (
+            budget is None
+            or repeat is None
+            or all(
+                self.method.reads_all(tokens, budget.tokens(tokens, x.index)) for x in self.specs
+            )
         ):
             return
-        for ids, piece in (
-            ()
-            if repeat is None
-            else repeat.pieces(prompt, self.options.repeat_prompts or RepeatPrompts())
-        ):
+        for ids, piece in repeat.pieces(prompt, self.options.repeat_prompts or RepeatPrompts()):
             check_length(self.method, self.model_specs, tokens + ids.shape[1])
             run(ids, Repeating(cache, piece))
 
-    def _run(self, ids: Tensor, cache: KVCache) -> object:
+    def run(self, ids: Tensor, cache: KVCache) -> Tensor:
+        """Run the model's own forward on ids [B T]. Return the logits of the last token [B V]."""
         places = cache.positions(ids.shape[1], ids.device)
-        return self.model(
+        output = self.model(
             ids, position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1
         )
+        return output.logits[:, -1]
 
     def _reservation(self, request: Request) -> PinnedReservation | None:
         """Reserve pinned host memory for all keys and values that a cache may send there, so that
@@ -198,9 +199,9 @@ class Attachment:
         if self.engine.pinned_memory is None or request.placement != HOST or request.grows:
             return None
         away = []
+        budget = self.budget or Budget(1.0)
         # with a prompt that fills the cache, since no other sends more rows away
         for spec in self.specs:
-            budget = Budget(1.0) if self.budget is None else self.budget
             case = LayerWorkload(
                 spec,
                 request.capacity,
@@ -245,26 +246,24 @@ class Attachment:
         self._handed_out.append(cache.usage)
         return cache
 
-    def warn_of_unsealed(self) -> None:
-        """Warn if a cache that was handed out saw only prompt tokens. The method leaves tokens out
+    def warn(self) -> None:
+        """Warn if a cache that was handed out saw only prompt tokens: the method leaves tokens out
         only once the prompt has ended (`seal`), so such a cache computed full attention, and a
-        score from it is not the method's."""
+        score from it is not the method's. Warn, too, if the method did something else than its rule
+        in some of them, for example because a prompt is too short for it."""
+        name = type(self.method).__name__
         tokens = max((usage.tokens for usage in self._handed_out if not usage.sealed), default=0)
         budget = self.budget
         if budget is not None and not all(budget.covers(tokens, spec.index) for spec in self.specs):
             warnings.warn(
-                f"A cache of {type(self.method).__name__} took in {tokens} tokens and was never sealed, so nothing was "
+                f"A cache of {name} took in {tokens} tokens and was never sealed, so nothing was "
                 "read under its budget: feed the answer one token at a time, or call cache.seal() after the prompt.",
                 stacklevel=4,
             )
-
-    def warn_of_fallbacks(self) -> None:
-        """Warn if the method did something else than its rule in some of the caches, for example
-        because a prompt is too short for it."""
         fell_back = [usage.fallback for usage in self._handed_out if usage.fallback]
         if fell_back:
             warnings.warn(
-                f"{type(self.method).__name__} fell back on {len(fell_back)} of {len(self._handed_out)} caches: "
+                f"{name} fell back on {len(fell_back)} of {len(self._handed_out)} caches: "
                 f"{fell_back[0]}.",
                 stacklevel=4,
             )
@@ -306,37 +305,24 @@ def attached(model: PreTrainedModel, method: Method, **options: Any) -> Iterator
         closing(attachment),
     ):
         yield attachment
-    attachment.warn_of_unsealed()
-    attachment.warn_of_fallbacks()
+    attachment.warn()
 
 
-def _with_keywords_of(options: type, function: Callable[..., Any]) -> Signature:
-    """Return the signature of `function` with the fields of `options` as keywords in place of
-    `**options`, so that `help` and notebooks show them with their defaults."""
-    whole = signature(function)
-    own = [
-        parameter
-        for parameter in whole.parameters.values()
-        if parameter.kind != Parameter.VAR_KEYWORD
+# with the options in place of `**options`, so that `help` and notebooks show them with their defaults
+_SIGNATURE = signature(attached)
+attached.__signature__ = _SIGNATURE.replace(  # type: ignore[attr-defined]
+    parameters=[
+        *list(_SIGNATURE.parameters.values())[:-1],
+        *signature(AttachOptions).parameters.values(),
     ]
-    keywords = [
-        field.replace(kind=Parameter.KEYWORD_ONLY)
-        for field in signature(options).parameters.values()
-    ]
-    return whole.replace(parameters=[*own, *keywords])
+)
 
 
-attached.__signature__ = _with_keywords_of(AttachOptions, attached)  # type: ignore[attr-defined]
+class _Inputs(list[AttnInput]):
+    """Keep what each layer of a cache is given for its prompt, in order (`KVCache.watch`)."""
 
-
-class _LastInput(Policy):
-    """Remember what a layer with full attention was last given: queries, keys, values and hidden
-    states."""
-
-    last: AttnInput | None = None
-
-    def observe(self, x: AttnInput) -> None:
-        self.last = x
+    def prefill(self, layer: int, x: AttnInput) -> None:
+        self.append(x)
 
 
 def observer(
@@ -359,21 +345,13 @@ def observer(
             )
         request = Request(batch=1, capacity=tokens, dtype=model.dtype, device=model.device)
         state = CacheState(request)
-        watches: list[_LastInput] = []
-
-        def start(whole: Sequence[LayerSpec], cache: CacheState) -> Sequence[KVLayer]:
-            watches.extend(_LastInput() for _ in whole)
-            return [
-                Layer(spec, cache, Full(), watch)
-                for spec, watch in zip(whole, watches, strict=True)
-            ]
-
-        layers = start_layers(specs, state, start)
+        cache = KVCache(reference_layers(specs, state), state)
+        cache.watch = inputs = _Inputs()
         ids = text[:, :tokens].to(model.device)
         with nullcontext() if is_routed(model) else routed(model):
-            model(ids, past_key_values=KVCache(layers, state), logits_to_keep=1, use_cache=True)
-        for watch in watches:
-            assert watch.last is not None
-            yield watch.last
+            model(ids, past_key_values=cache, logits_to_keep=1, use_cache=True)
+        for layer, x in zip(cache.layers, inputs, strict=True):
+            if isinstance(layer, Layer):
+                yield x
 
     return observe

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -12,6 +11,8 @@ from methods.abilities.repeat import RepeatPrompts
 from methods.base import Ability, Budget
 from methods.tiers.codec import Codec
 from methods.tiers.tier import DEVICE, TIERS
+
+OF_REQUEST = ("placement", "reuse_steps", "codec", "disk")  # what layers are told of the options
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,10 +63,6 @@ class AttachOptions:
             raise ValueError(
                 f"codec={self.codec!r} is not a codec: pass one, such as codec_of({named!r}) of methods.tiers.codecs."
             )
-
-    def of_request(self) -> dict[str, Any]:
-        """Return what layers are told of these options, as arguments of `Request`."""
-        return {name: getattr(self, name) for name in ("placement", "reuse_steps", "codec", "disk")}
 
 
 def refuse_number(key: str, number: object, *, least: int) -> None:

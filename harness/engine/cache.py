@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import Cache
 
 from harness.engine.copies import copied_into
-from harness.engine.fed_text import FedText
 from harness.engine.rotation import TextRotary
 from harness.models.devices import current
 from kernels.step_inputs import StepInputs
@@ -45,6 +44,34 @@ class BeforeSeal(Protocol):
 
     def __call__(self, cache: KVCache) -> None:
         """Do it, with all layers of `cache` still open."""
+
+
+class FedText:
+    """Hold the pieces of a text that are known, and how its tokens were rotated so far, for models
+    that rotate a text by its length (rotation.py)."""
+
+    def __init__(self) -> None:
+        self.parts: list[Tensor] = []  # [B T] each
+        self.prompt_tokens = 0  # length of the whole text up to the answer
+        # stages of rotation of the tokens so far (`TextRotary.stage`)
+        self.stages: set[int] = set()
+
+    @property
+    def known(self) -> int:
+        """Return how many tokens of the text are known."""
+        return sum(part.shape[1] for part in self.parts)
+
+    def set(self, ids: Tensor) -> None:
+        """Set the whole text up to the answer, ids [B S]."""
+        self.prompt_tokens, self.parts = ids.shape[1], [ids]
+
+    def take(self, other: FedText) -> None:
+        """Take over the text up to the answer of another cache, in whose place this one's comes."""
+        self.prompt_tokens, self.parts = other.prompt_tokens, list(other.parts)
+
+    def followed_by(self, tokens: int, ids: Tensor) -> Tensor:
+        """Return the first `tokens` tokens and then ids [B T], the whole text [B S]."""
+        return torch.cat([torch.cat(self.parts, 1)[:, :tokens], ids.to(self.parts[0].device)], 1)
 
 
 class KVCache(Cache):
@@ -135,11 +162,8 @@ class KVCache(Cache):
     def refill(self, contents: Sequence[Mapping[str, Tensor]]) -> None:
         """Fill this fresh cache with `contents`, taken from a cache of the same model and method,
         and begin a further turn there."""
-        for layer, state in zip(self.layers, contents, strict=True):
-            layer.restore(state)
-        self.num_tokens = int(contents[0]["seen"])
-        self._further, self.before_seal = True, None
-        self.open_turn()
+        self.refill_by_layer(int(contents[0]["seen"]), contents.__getitem__)
+        self.await_layers()
 
     def refill_by_layer(self, tokens: int, state: State) -> None:
         """Begin a further turn after `tokens` stored tokens while the layers' states are still
@@ -312,16 +336,13 @@ class KVCache(Cache):
         }
         for name, counts in heads.items():
             if (positions := getattr(layer, name)()) is not None:
-                whose = f"In layer {spec.index}, {type(layer).__name__}.{name} returned"
-                tokens = self.sealed_tokens
-                batch, device = request.batch, request.device
                 check_rows(
                     positions,
-                    whose,
-                    batch=batch,
+                    f"In layer {spec.index}, {type(layer).__name__}.{name} returned",
+                    batch=request.batch,
                     heads=counts,
-                    tokens=tokens,
-                    device=device,
+                    tokens=self.sealed_tokens,
+                    device=request.device,
                     gaps=True,
                 )
 
@@ -376,8 +397,7 @@ class KVCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.num_tokens + query_length, 0
 
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self.num_tokens
+    get_query_offset = get_seq_length
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return self.capacity

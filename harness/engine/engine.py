@@ -118,10 +118,9 @@ class Engine:
         fed = torch.tensor([[*answer, *[answer[-1]] * tokens][:tokens] for answer in answers])
         first: list[tuple[str, nn.Module]] = []
         with ExitStack() as hooks:
-            for place, module in _places(self.model):
-                hooks.callback(
-                    module.register_forward_hook(partial(_note_not_finite, first, place)).remove
-                )
+            for place, module in _places(self.model).items():
+                note = partial(_note_not_finite, first, place)
+                hooks.callback(module.register_forward_hook(note).remove)
             batch = RunningBatch(by_modules)
             asked = by_modules.join(
                 batch,
@@ -245,14 +244,7 @@ class Engine:
 
     def run(self, ids: Tensor, cache: KVCache) -> Tensor:
         """Run the model on ids [B T]. Return the logits of the last token [B V]."""
-        if self.forward is not None:
-            return self.forward(ids, cache)
-        places = cache.positions(ids.shape[1], ids.device)
-        output = self.model(
-            ids, position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1
-        )
-        logits: Tensor = output.logits[:, -1]
-        return logits
+        return (self.forward or self.attachment.run)(ids, cache)
 
     def decode(self, ids: Tensor, cache: KVCache, captured: CapturedStep | None) -> Tensor:
         """Run one decode step for ids [B 1], by replaying the `captured` step of the cache if there
@@ -274,7 +266,9 @@ class Engine:
         sized = self.graphs is not None and refused is None
         if len(caches) == 1 and not sized:
             return caches[0]
-        slots = SlotsCache(caches, self.traced or self.spread, sized=sized)
+        several = len({spec.device for spec in self.attachment.model_specs}) > 1
+        spread = "the model lies on several devices" if several else None
+        slots = SlotsCache(caches, self.traced or spread, sized=sized)
         if len(caches) == 1:
             return caches[0] if slots.step_inputs is None else slots
         self.one_by_one = slots.alone
@@ -293,21 +287,10 @@ class Engine:
         return None
 
     @property
-    def spread(self) -> str | None:
-        """Return the reason why sequences attend one after the other if the model's layers lie on
-        several devices; None if they lie on one."""
-        several = len({spec.device for spec in self.attachment.model_specs}) > 1
-        return "the model lies on several devices" if several else None
-
-    @property
     def traced(self) -> str | None:
         """Return the reason why steps are neither captured nor taken together while a tracer clocks
         their parts; None without a tracer."""
         return "trace=on clocks each step's parts" if self.tracer is not None else None
-
-    def close(self, captured: CapturedStep) -> None:
-        """Stop using a captured decode step. Its cache goes on without it."""
-        captured.close()
 
     def _close(self, cache: KVCache, layer: int) -> None:
         wait_for(self.model.device)
@@ -328,7 +311,7 @@ class Engine:
         """Answer on a prefilled cache: decode the question [B Q] (protocol=context, else Q = 0),
         seal unless that is done, and decode the answer. `logits` [B V]: those of the prompt's last
         token, not needed if there is a question. `began`: when the prefill began, by
-        `perf_counter`. `ending`: keywords of `Ending`."""
+        `perf_counter`. `ending`: keywords of `RunningSequence`."""
         batch = RunningBatch(self)
         slot = batch.join(cache, logits, question, began=began, **ending)
         return _to_the_end(batch, slot)
@@ -340,19 +323,15 @@ def _to_the_end(batch: RunningBatch, slot: RunningSequence) -> Generation:
     return slot.out
 
 
-def _places(model: Any) -> list[tuple[str, nn.Module]]:
-    """Return the parts of a model with their names, in the order in which they run."""
+def _places(model: Any) -> dict[str, nn.Module]:
+    """Return the parts of a model by their names, in the order in which they run."""
     decoder = model.get_decoder()
-    layers = [(f"layer {number}", layer) for number, layer in enumerate(decoder.layers)]
+    places = {"the embedding": model.get_input_embeddings()}
+    places |= {f"layer {number}": layer for number, layer in enumerate(decoder.layers)}
     # some classes call it otherwise; the output layer then stands for it
-    norm = getattr(decoder, "norm", None)
-    ends = [("the last norm", norm)] if norm is not None else []
-    return [
-        ("the embedding", model.get_input_embeddings()),
-        *layers,
-        *ends,
-        ("the output layer", model.get_output_embeddings()),
-    ]
+    if hasattr(decoder, "norm"):
+        places["the last norm"] = decoder.norm
+    return places | {"the output layer": model.get_output_embeddings()}
 
 
 def _note_not_finite(

@@ -69,9 +69,9 @@ class Fidelity:
             name: torch.zeros(len(own), request.batch, specs[0].num_kv_heads) for name in MEASURES
         }
         self.measured = 0
-        self.fed: list[Tensor] = []  # [B 1] each, the decoded tokens
-        self.logits: list[Tensor] = []  # [B V] each
-        self.lengths: list[int] = []  # length of text by which the model rotated each step
+        # of each step: the length of the text by which the model rotated it, the token [B 1] that
+        # was fed, and the logits [B V]
+        self.steps: list[tuple[int, Tensor, Tensor]] = []
 
     def prefill(self, layer: int, x: AttnInput) -> None:
         """Store the keys and values of a chunk of the prompt for the comparison, in layer number
@@ -97,33 +97,25 @@ class Fidelity:
         """Keep the tokens `fed` [B 1] and the `logits` [B V] of a decode step, which `against_full`
         compares with Full's (exact attention). `text`: the length of the text by which the model
         rotated the tokens (`TextRotary.stage`)."""
-        self.fed.append(fed)
-        self.logits.append(logits)
-        self.lengths.append(text)
+        self.steps.append((text, fed, logits))
 
     def _measure(self, layer: KVLayer, x: AttnInput, out: Tensor) -> dict[str, Tensor]:
         """Return recall, mass and error of one step, each [B G]. They are computed for each head
         that selects tokens, by its own weights. Where query heads choose for themselves, they are
         means over those of a KV head."""
         spec = layer.spec
-        prompt = self.whole[spec.index].store
-        since = self.since[spec.index]
-        k = torch.cat([prompt.k, since.k], 2)
-        v = torch.cat([prompt.v, since.v], 2)
+        prompt, since = self.whole[spec.index].store, self.since[spec.index]
+        k, v = (torch.cat(parts, 2) for parts in ([prompt.k, since.k], [prompt.v, since.v]))
         q = x.q.view(*k.shape[:2], spec.group, -1)
         logits = q.float() @ k.float().mT * spec.scale
         weights = softmax(logits, spec.sink_logits)  # [B G g N]
         exact = (weights @ v.float()).flatten(2)
         difference = out.view(*k.shape[:2], -1).float() - exact
         error = difference.norm(dim=-1) / exact.norm(dim=-1)
-        read = layer.selected_positions()
-        kept = layer.generated_positions()
+        read, kept = layer.selected_positions(), layer.generated_positions()
         if read is None and kept is None:
-            return {
-                "recall": torch.ones_like(error),
-                "mass": torch.ones_like(error),
-                "error": error,
-            }
+            ones = torch.ones_like(error)
+            return {"recall": ones, "mass": ones, "error": error}
         heads = next(x.shape[1] for x in (read, kept) if x is not None)
         # [B G|H N], mean of heads that share
         own = weights.view(len(weights), heads, -1, weights.shape[3]).mean(2)
@@ -134,9 +126,10 @@ class Fidelity:
             of_each_head = kept.repeat_interleave(heads // kept.shape[1], 1)
             after = after * _marked((of_each_head - prompt.length).clamp(min=-1), after)
         recall, mass = _of_the_prompt(before, read)
-        groups = (spec.num_kv_heads, -1)
-        recall = recall.unflatten(1, groups).mean(2)
-        mass = (mass + after.sum(-1)).unflatten(1, groups).mean(2)
+        recall, mass = (
+            of_heads.unflatten(1, (spec.num_kv_heads, -1)).mean(2)
+            for of_heads in (recall, mass + after.sum(-1))
+        )
         return {"recall": recall, "mass": mass, "error": error}
 
     def against_full(self, model: nn.Module) -> tuple[Tensor, Tensor]:
@@ -149,10 +142,8 @@ class Fidelity:
         cache.num_tokens = sealed
         parts = list[Tensor]()
         try:
-            for length, steps in groupby(
-                zip(self.lengths, self.fed, strict=True), key=itemgetter(0)
-            ):
-                ids = torch.cat([fed for _, fed in steps], 1)
+            for length, steps in groupby(self.steps, key=itemgetter(0)):
+                ids = torch.cat([fed for _, fed, _ in steps], 1)
                 cache.fed.prompt_tokens = length
                 out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=ids.shape[1])
                 parts.append(out.logits)
@@ -160,7 +151,7 @@ class Fidelity:
             for layer in self.whole:
                 layer.store.length = sealed  # others may share it
         full = torch.cat(parts, 1).float()
-        ours = torch.stack(self.logits, 1).float().log_softmax(-1)
+        ours = torch.stack([logits for *_, logits in self.steps], 1).float().log_softmax(-1)
         exact = full.log_softmax(-1)
         return (exact.exp() * (exact - ours)).sum(-1), full.argmax(-1)
 
@@ -185,15 +176,13 @@ class Fidelity:
         if compare:
             kl, choices = self.against_full(model)
             # a text that was computed again is watched from there on
-            tokens = tokens[-len(self.fed) - 1 :]
-            # forwards of the question, whose outputs were no tokens
-            asked = len(self.fed) - (len(tokens) - 1)
-            mine = list(tokens)[1:]
-            theirs = choices[place, asked:].tolist()
-            differ = [i for i, (a, b) in enumerate(zip(mine, theirs, strict=False), 1) if a != b]
-            own_kl = kl[place, asked : asked + len(mine)]
-            record["kl"] = round(own_kl.mean().item(), 6) if mine else None
-            record["first_difference"] = differ[0] if differ else None
+            mine = list(tokens[-len(self.steps) - 1 :])[1:]
+            # behind forwards of the question, whose outputs were no tokens
+            own = slice(len(self.steps) - len(mine), None)
+            theirs = choices[place, own].tolist()
+            differ = (i for i, (a, b) in enumerate(zip(mine, theirs, strict=True), 1) if a != b)
+            record["kl"] = round(kl[place, own].mean().item(), 6) if mine else None
+            record["first_difference"] = next(differ, None)
         return record
 
 

@@ -30,11 +30,10 @@ from harness.models.base import ARCHITECTURES, trained_window
 from kernels import ops
 from kernels.block import DecoderBlock, Head, Linear
 from kernels.step_inputs import note_kind
-from methods.base import AttnInput, NextRow
+from methods.base import AttnInput
 
 # states between layers, either summed or as the two parts of the sum
 Stream = Tensor | tuple[Tensor, Tensor]
-BY_BLOCKS = [name for name, known in ARCHITECTURES.items() if known.by_blocks]
 
 
 class ForwardError(NotImplementedError):
@@ -52,7 +51,7 @@ class BlockForward:
     def __init__(self, model: PreTrainedModel) -> None:
         self.decoder: Any = model.get_decoder()
         self.rotary = text_rotary(model)
-        _check(model, self.decoder)
+        _check(model)
         neighbours = channel_pairing(model).neighbours
         self.blocks = [_block(layer, neighbours) for layer in self.decoder.layers]
         self.rotate = [rotates(module) for module in attention_modules(model)]
@@ -66,7 +65,7 @@ class BlockForward:
         self.head = Head(
             norm.variance_epsilon, norm.weight.detach(), _linear(model.get_output_embeddings())
         )
-        self.embedding: Tensor = self.decoder.embed_tokens.weight.detach()
+        self.embedding = self.decoder.embed_tokens.weight.detach()
         self._places = [(weight, weight.data_ptr()) for weight in model.parameters()]
         # cos and sin [2 C R] of all positions of the model's window
         self._table: Tensor | None = None
@@ -100,8 +99,7 @@ class BlockForward:
                 states.append(self._layer(index, states.popleft(), cos, sin, cache, start))
             complete(index)
         cache.end()
-        logits: Tensor = ops.token_logits(_summed(states[-1]), self.head)
-        return logits[:, -1]
+        return ops.token_logits(_summed(states[-1]), self.head)[:, -1]
 
     def make_table(self) -> None:
         """Make the table of cos and sin of all positions, from which captured steps take theirs in
@@ -141,15 +139,20 @@ class BlockForward:
         """Compute decoder layer `index`, x [B T hidden] -> [B T hidden]. The last layer returns
         [B 1 hidden], as only the last token's logits are needed. `start`: position of the first of
         the T tokens."""
+        block = self.blocks[index]
         next_row = cache.next_row(index) if self.stores and cos.shape[1] == 1 else None
         if next_row is not None:
-            return self._stored_layer(index, x, cos, sin, cache, start, next_row)
+            # k and v are written directly to where the cache stores them, and the next layer computes the sum of the
+            # two parts that this one gives
+            parts = x if isinstance(x, tuple) else (x, None)
+            total, normed, q, k, v = ops.attention_inputs_stored(*parts, block, cos, sin, *next_row)
+            attended = cache.attend(index, AttnInput(q, k, v, cos, sin, normed, start, stored=True))
+            return ops.block_output_apart(total, attended, block)
         x = _summed(x)
         attended = self._attended(index, x, cos, sin, cache, start)
         if index == len(self.blocks) - 1:
             x, attended = x[:, -1:], attended[:, :, -1:]
-        output: Tensor = ops.block_output(x, attended, self.blocks[index])
-        return output
+        return ops.block_output(x, attended, block)
 
     def _attended(
         self, index: int, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, start: int
@@ -158,26 +161,6 @@ class BlockForward:
         while the MLP runs."""
         normed, q, k, v = ops.attention_inputs(x, self.blocks[index], cos, sin)
         return cache.attend(index, AttnInput(q, k, v, cos, sin, normed, start))
-
-    def _stored_layer(
-        self,
-        index: int,
-        x: Stream,
-        cos: Tensor,
-        sin: Tensor,
-        cache: KVCache,
-        start: int,
-        next_row: NextRow,
-    ) -> Stream:
-        """Compute decoder layer `index` for one token, whose k and v are written directly to where
-        the cache stores them, `next_row`. The output is two parts, whose sum the next layer
-        computes."""
-        block = self.blocks[index]
-        parts = x if isinstance(x, tuple) else (x, None)
-        total, normed, q, k, v = ops.attention_inputs_stored(*parts, block, cos, sin, *next_row)
-        attended = cache.attend(index, AttnInput(q, k, v, cos, sin, normed, start, stored=True))
-        output: tuple[Tensor, Tensor] = ops.block_output_apart(total, attended, block)
-        return output
 
 
 def _summed(x: Stream) -> Tensor:
@@ -192,14 +175,13 @@ def by_blocks(model: PreTrainedModel) -> tuple[BlockForward | None, str | None]:
         return None, str(reason)
 
 
-def _check(model: PreTrainedModel, decoder: nn.Module) -> None:
-    known = ARCHITECTURES.get(type(model).__name__)
-    if known is not None and known.unlike:
-        raise ForwardError(f"{known.unlike}.")
-    if type(model).__name__ not in BY_BLOCKS:
-        raise ForwardError(
-            f"{type(model).__name__} is not one of {', '.join(BY_BLOCKS)} of transformers."
-        )
+def _check(model: PreTrainedModel) -> None:
+    unlike = ARCHITECTURES.get(type(model).__name__)
+    if unlike is None:
+        known = ", ".join(name for name, differs in ARCHITECTURES.items() if not differs)
+        raise ForwardError(f"{type(model).__name__} is not one of {known} of transformers.")
+    if unlike:
+        raise ForwardError(f"{unlike}.")
     if channel_pairing(model).angles is not Angles.TWICE:
         raise ForwardError("its cos and sin have another form than those of Llama.")
     if model.config.hidden_act != "silu":
@@ -286,12 +268,12 @@ def join_weights(layers: Iterable[Any]) -> None:
             apart.append([attention.q_proj, attention.k_proj, attention.v_proj])
         if hasattr(mlp, "gate_proj"):
             apart.append([mlp.gate_proj, mlp.up_proj])
-        moved = False
-        for modules in apart:
-            for name in ("weight", "bias"):
-                joined = _join([getattr(module, name) for module in modules])
-                moved = moved or joined
-        if moved and torch.cuda.is_initialized():
+        moved = [
+            _join([getattr(module, name) for module in modules])
+            for modules in apart
+            for name in ("weight", "bias")
+        ]
+        if any(moved) and torch.cuda.is_initialized():
             # torch keeps the old weights' memory, which is too small for the next joint ones
             torch.cuda.empty_cache()
 
@@ -303,15 +285,12 @@ def _join(parts: Sequence[nn.Parameter | None]) -> bool:
     kinds = {(type(x), x.dtype, x.device, x.shape[1:]) for x in whole}
     if len(whole) < len(parts) or len(kinds) > 1 or type(whole[0]) is not Tensor:
         return False
-    if not all(map(_has_own_memory, whole)):
-        return False
+    for x in whole:
+        owns = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
+        if not owns or x.is_inference():
+            return False
     pieces = torch.cat(whole).split([len(x) for x in whole])
     for part, piece in zip(parts, pieces, strict=True):
         assert part is not None
         part.data = piece
     return True
-
-
-def _has_own_memory(x: Tensor) -> bool:
-    whole_storage = x.untyped_storage().nbytes() == x.nbytes
-    return x.is_contiguous() and whole_storage and not x.is_inference()

@@ -110,10 +110,10 @@ def usual_graphs(device: torch.device) -> StepCapture | None:
 
 class KeptStep(NamedTuple):
     """Hold a captured decode step, a CUDA graph, so that other sequences can replay it. `picked` is
-    its input and an output (`CapturedStep.picked`), `logits` is its other output. `step_inputs`:
-    tensors that describe the sequences (lengths, addresses); those of other sequences are written
-    into them before a replay. `form`: what the caches of other sequences must have in common with
-    its own (`SlotsCache.form`).
+    its input and an output (`CapturedStep.picked`), with free slots; `logits` is its other output.
+    `step_inputs`: tensors that describe the sequences (lengths, addresses); those of other sequences
+    are written into them before a replay. `form`: what the caches of other sequences must have in
+    common with its own (`SlotsCache.form`).
 
     `joined`: tensors that hold a state of all sequences and that a step changes, such as caches of
     recently read rows. `results`: the tensors in which a step leaves which tokens it chose."""
@@ -146,11 +146,8 @@ class KeptSteps:
         form, inputs = cache.form, cache.step_inputs
         assert inputs is not None
         for at, step in enumerate(self._steps):
-            if (
-                step.form == form
-                and step.step_inputs.kinds == inputs.kinds
-                and step.step_inputs.take_over(inputs)
-            ):
+            own = step.step_inputs
+            if step.form == form and own.kinds == inputs.kinds and own.take_over(inputs):
                 return self._steps.pop(at)
         return None
 
@@ -181,7 +178,7 @@ class CapturedStep:
         forward: BlockForward,
         cache: KVCache,
         graphs: StepCapture,
-        kept: KeptSteps | None = None,
+        kept: KeptSteps,
     ) -> None:
         """`kept`: captured steps of the engine that may serve this cache."""
         self.forward, self.cache, self.graphs, self.kept = forward, cache, graphs, kept
@@ -224,7 +221,7 @@ class CapturedStep:
         sequences may join."""
         for counters in self._counters:
             counters.stop()
-        if self.kept is not None and self._kept is not None:
+        if self._kept is not None:
             for step in self.kept.give_back(self._kept):
                 self.graphs.drop(step.replay)
         elif self._replay is not None:
@@ -237,11 +234,8 @@ class CapturedStep:
         for counters in self._counters:
             counters.start()
         self.forward.make_table()
-        with (
-            recording_inputs(self.cache.step_inputs)
-            if self.cache.step_inputs is not None
-            else nullcontext()
-        ):
+        inputs = self.cache.step_inputs
+        with nullcontext() if inputs is None else recording_inputs(inputs):
             logits = self._step().clone()
         wait_for(token.device)
         began = perf_counter()
@@ -254,14 +248,12 @@ class CapturedStep:
         """Use a captured step that other sequences have left, if one fits. Return whether one
         did."""
         cache = self.cache
-        if not isinstance(cache, SlotsCache) or cache.step_inputs is None or self.kept is None:
+        if not isinstance(cache, SlotsCache) or cache.step_inputs is None:
             return False
         if (kept := self.kept.take(cache)) is None:
             return False
-        self._picked = kept.picked
-        self._logits = kept.logits
-        self._replay = kept.replay
         self._kept = kept
+        self._picked, self._logits, self._replay = kept.picked, kept.logits, kept.replay
         cache.take_joined(kept.joined)
 
         def after() -> None:
@@ -304,24 +296,20 @@ class CapturedStep:
         of its own sequences that no recorded input (`step_inputs`) names. `before`: for each policy
         (a method's rule in a layer), its attributes before the capture, of which the step has
         replaced some."""
-        cache = self.cache
-        if (
-            not isinstance(cache, SlotsCache)
-            or cache.step_inputs is None
-            or cache.step_inputs.read_memory
-            or self.kept is None
-        ):
+        cache, inputs = self.cache, self.cache.step_inputs
+        if not isinstance(cache, SlotsCache) or inputs is None or inputs.read_memory:
             return None
-        results = [_results(*pair) for pair in zip(before, cache.results(), strict=True)]
-        return KeptStep(
-            self._picked,
-            self._logits,
-            replay,
-            cache.form,
-            cache.step_inputs,
-            cache.joined(),
-            results,
-        )
+        # a step leaves what it chose in the attributes that it replaces
+        results = [
+            {
+                name: value
+                for name, value in after.items()
+                if value is not was.get(name) and isinstance(value, Tensor | Ragged)
+            }
+            for was, after in zip(before, cache.results(), strict=True)
+        ]
+        picked, logits = self._picked, self._logits
+        return KeptStep(picked, logits, replay, cache.form, inputs, cache.joined(), results)
 
     def _step(self) -> Tensor:
         logits = self.forward(self._picked[0].unsqueeze(1), self.cache)
@@ -329,13 +317,6 @@ class CapturedStep:
         for counters in self._counters:
             counters.advance()
         return logits
-
-
-def _results(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Tensor | Ragged]:
-    """Return the tensors in which a captured step leaves what it chose: those attributes of a
-    policy that differ `before` and `after` the capture."""
-    replaced = {name: value for name, value in after.items() if value is not before.get(name)}
-    return {name: value for name, value in replaced.items() if isinstance(value, Tensor | Ragged)}
 
 
 def _first_cause(error: BaseException) -> str:

@@ -8,7 +8,7 @@ keywords."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
 from functools import partial
@@ -56,18 +56,15 @@ def _attention(
     *,
     kv_call: _Call | None = None,
     scaling: float | None = None,
-    position_ids: Tensor | None = None,
-    use_cache: bool | None = None,
-    output_router_logits: bool | None = None,
-    output_attentions: bool | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
-    **unknown: Any,
+    **passed: Any,
 ) -> tuple[Tensor, None]:
     """Attend through the KV cache that the call brings, in the place of transformers' own attention
     function: [B H T D] in, [B T H D] out."""
-    named = sorted(name for name, given in unknown.items() if given is not None)
-    named += ["output_attentions"] * bool(output_attentions)
+    unknown = passed.keys() - probe.PASSED
+    named = sorted(name for name in unknown if passed[name] is not None)
+    named += ["output_attentions"] * bool(passed.get("output_attentions"))
     if named:
         raise UnsupportedError(
             f"{type(module).__name__} passes {', '.join(named)}, which this engine would ignore."
@@ -80,8 +77,7 @@ def _attention(
         raise UnsupportedError("Attention dropout is on: call model.eval() first.")
     assert kv_call is not None
     cache = kv_call.cache
-    place = module.layer_idx
-    assert isinstance(place, int)
+    place: int = module.layer_idx  # type: ignore[assignment]
     spec = cache.layers[place].spec
     if (
         sliding_window is not None
@@ -155,9 +151,11 @@ class _Forwards:
         if self.prepare is not None:
             args, kwargs = (), self.prepare(module, args, kwargs)
         if isinstance(cache := kwargs.get("past_key_values"), KVCache):
-            cache.begin(args[0] if args else kwargs.get("input_ids"))
+            given = args[0] if args else kwargs.get("input_ids")
+            cache.begin(given)
             if self.rotary is not None:
-                self.rotary.lengths = cache.text_lengths(_arriving(args, kwargs))
+                given = kwargs["inputs_embeds"] if given is None else given
+                self.rotary.lengths = cache.text_lengths(given.shape[1])
         torch.set_grad_enabled(False)
         return args, kwargs
 
@@ -173,12 +171,6 @@ class _Forwards:
         torch.set_grad_enabled(self._gradients)
         if self.rotary is not None:
             self.rotary.lengths = None
-
-
-def _arriving(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return how many tokens of each row a call of the model brings."""
-    given = args[0] if args else kwargs.get("input_ids")
-    return int((kwargs["inputs_embeds"] if given is None else given).shape[1])
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
@@ -219,15 +211,16 @@ def routed(model: PreTrainedModel, prepare: PrepareCall | None = None) -> Iterat
         rotary = text_rotary(model)
         undo.enter_context(in_place(model, rotary))
         before_attention = partial(_before_attention, channel_pairing(model))
-        hooks = [
-            m.register_forward_pre_hook(before_attention, with_kwargs=True)
-            for m in attention_modules(model)
-        ]
         forwards = _Forwards(prepare, rotary)
-        hooks.append(model.register_forward_pre_hook(forwards.before, with_kwargs=True))
-        hooks.append(model.register_forward_hook(forwards.after, with_kwargs=True))
-        hooks.append(model.register_forward_hook(forwards.always, always_call=True))
-        for hook in hooks:
+        for hook in (
+            *(
+                module.register_forward_pre_hook(before_attention, with_kwargs=True)
+                for module in attention_modules(model)
+            ),
+            model.register_forward_pre_hook(forwards.before, with_kwargs=True),
+            model.register_forward_hook(forwards.after, with_kwargs=True),
+            model.register_forward_hook(forwards.always, always_call=True),
+        ):
             undo.callback(hook.remove)
         yield
 
@@ -236,16 +229,17 @@ def channel_pairing(model: PreTrainedModel) -> Pairing:
     """Return which channels of a head the model rotates together. Raises `UnsupportedError` if
     methods could not undo its rotation; a model whose class is not listed is tried first, and has
     `Pairing(0)` then."""
-    modules = attention_modules(model)
+    modules: list[Any] = attention_modules(model)
     rotary = text_rotary(model) or deepcopy(model.get_decoder().rotary_emb)
     asked = Rotary(rotary, modules[0], next(model.parameters()).device, Pairing(0))
+    listed = is_listed(model)
     pairing: Pairing | None = None
     try:
-        pairing = pairing_of(modules[0], asked.as_given, modules[0].head_dim)  # type: ignore[arg-type]
+        pairing = pairing_of(modules[0], asked.as_given, modules[0].head_dim)
     except UnsupportedError:
-        if is_listed(model):
+        if listed:
             raise
-    if not is_listed(model) and modules[0] not in _TRIED:
+    if not listed and modules[0] not in _TRIED:
         projections = [QueryProjection(module, model, pairing or Pairing(0)) for module in modules]
         _TRIED.update(zip(modules, trial(model, pairing, projections), strict=True))
     return pairing or Pairing(0)
@@ -261,17 +255,18 @@ def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
     """Return the spec of each layer of the model, in order: what a method may know of it, such as
     head counts, scale, rotation and window. A method serves some of the layers
     (methods/layers/window.py)."""
-    modules, windows = attention_modules(model), sliding_windows(model.config)
+    modules: list[Any] = attention_modules(model)
+    windows, pairing = sliding_windows(model.config), channel_pairing(model)
     rotary = text_rotary(model) or deepcopy(model.get_decoder().rotary_emb)
-    pairing = channel_pairing(model)
+    kinds = [(rotates(module), getattr(module, "layer_type", None)) for module in modules]
     return [
         LayerSpec(
             index=index,
             num_layers=len(modules),
             num_heads=model.config.num_attention_heads,
             num_kv_heads=model.config.num_attention_heads // module.num_key_value_groups,
-            head_dim=module.head_dim,  # type: ignore[arg-type]
-            scale=module.scaling,  # type: ignore[arg-type]
+            head_dim=module.head_dim,
+            scale=module.scaling,
             rope=Rotary(rotary, module, next(model.parameters()).device, pairing),
             rotary_dim=pairing.width or None,
             unknown=_TRIED[module].unknown if module in _TRIED else (),
@@ -281,20 +276,10 @@ def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
             sink_logits=None
             if (sinks := getattr(module, "sinks", None)) is None
             else sinks.detach().float(),
-            rope_like=_first_like(modules, module),
+            rope_like=kinds.index(kinds[index]),  # the first that rotates as it does
         )
         for index, (module, window) in enumerate(zip(modules, windows, strict=True))
     ]
-
-
-def _first_like(modules: Sequence[Any], module: Any) -> int:
-    """Return which of the attention modules is the first that rotates as `module` does."""
-    kind = rotates(module), getattr(module, "layer_type", None)
-    return next(
-        i
-        for i, other in enumerate(modules)
-        if (rotates(other), getattr(other, "layer_type", None)) == kind
-    )
 
 
 def rotates(module: Any) -> bool:
@@ -342,8 +327,7 @@ class Rotary:
         if isinstance(self.rotary, TextRotary):
             stages = map(self.rotary.stage, self.rotary.lengths or [0])
             return self.rotary.frequencies(self.device, max(stages), *self.kind)
-        rotary: Any = self.rotary
-        frequencies: Tensor = getattr(rotary, "_".join((*self.kind, "inv_freq")))
+        frequencies = getattr(self.rotary, "_".join((*self.kind, "inv_freq")))
         return frequencies if rotates(self.module) else torch.zeros_like(frequencies)
 
     def as_given(self, positions: Tensor) -> Any:
@@ -375,14 +359,11 @@ class QueryProjection:
         width = self.num_heads * self.module.head_dim
         if hasattr(self.module, "q_proj"):
             q = self.module.q_proj(hidden)
-        else:  # Phi-3: queries are the first rows of the joint projection
-            joint = self.module.qkv_proj
-            plain = type(joint) is nn.Linear  # quantised rows cannot be taken out of the whole
-            q = (
-                nn.functional.linear(hidden, joint.weight[:width])
-                if plain
-                else joint(hidden)[..., :width]
-            )
+        elif type(joint := self.module.qkv_proj) is nn.Linear:
+            # Phi-3: queries are the first rows of the joint projection
+            q = nn.functional.linear(hidden, joint.weight[:width])
+        else:  # quantised rows cannot be taken out of the whole
+            q = joint(hidden)[..., :width]
         if self.norms_whole:
             q = self.module.q_norm(q)
         q = q.view(*hidden.shape[:2], self.num_heads, -1)

@@ -45,25 +45,20 @@ class LoopCache(KVCache):
 
     # raises `ValueError` for a larger capacity; None: never grows
     may_grow: Callable[[int, int], None] | None = None
-    _prompt_next = False  # the next forward is prompt, whatever its length
+    # the next forward is prompt even if it brings a single token, which would otherwise be a step
+    prompt_next = False
 
     def __init__(self, layers: Sequence[KVLayer], state: CacheState) -> None:
         super().__init__(layers, state)
         self.usage = LoopUsage()
 
-    @property
-    def prompt_next(self) -> bool:
-        """Return whether the next forward is prompt even if it brings a single token, which would
-        otherwise be a decode step."""
-        return self._prompt_next
-
     def open_turn(self) -> None:
         super().open_turn()
-        self._prompt_next = True
+        self.prompt_next = True
 
     def seal(self) -> None:
         super().seal()
-        self.usage.sealed, self._prompt_next = True, False
+        self.usage.sealed, self.prompt_next = True, False
         self.usage.fallback = self.fallback or self.usage.fallback
 
     def begin(self, ids: Tensor | None = None) -> None:
@@ -98,13 +93,13 @@ class LoopCache(KVCache):
     def _arrive(self, tokens: int) -> None:
         super()._arrive(tokens)
         if not self._is_step(tokens):
-            self.sealed = self._prompt_next = False
+            self.sealed = self.prompt_next = False
         elif not self.sealed:
             self.seal()
 
     def _is_step(self, tokens: int) -> bool:
         """Return whether a forward of so many tokens is a decode step, and not prompt."""
-        return tokens == 1 and not self._prompt_next and self.num_tokens > 0
+        return tokens == 1 and not self.prompt_next and self.num_tokens > 0
 
 
 class PaddedCache(LoopCache):
@@ -188,7 +183,7 @@ class PaddedCache(LoopCache):
         for member in self._members:
             if not member.prompt_next:
                 member.seal()
-        self.sealed, self._prompt_next = True, False
+        self.sealed, self.prompt_next = True, False
 
     def begin(self, ids: Tensor | None = None) -> None:
         super().begin()
@@ -238,27 +233,21 @@ class PaddedCache(LoopCache):
 
     def _arrive(self, tokens: int) -> None:
         super()._arrive(tokens)
-        if self.sealed:
-            self._begin_step()
-            return
-        self._part()
-        for member in self._members:
-            member.open_turn()
-
-    def _begin_step(self) -> None:
-        self._catch_up()
-        # such a row steps alone, and so do the others
-        if any(member.prompt_next for member in self._members):
+        if not self.sealed:
             self._part()
-            return
-        for member in self._members:
-            if not member.sealed:
-                member.seal()
-        if any([member.make_room(1) for member in self._members]):
-            self._slots = None
-        if self._slots is None:
-            self._slots = SlotsCache(self._members)
-        self._slots.begin()
+            for member in self._members:
+                member.open_turn()
+        # such a row steps alone, and so do the others
+        elif any(member.prompt_next for member in self._members):
+            self._part()
+        else:
+            self._catch_up()
+            for member in self._members:
+                if not member.sealed:
+                    member.seal()
+            if any([member.make_room(1) for member in self._members]) or self._slots is None:
+                self._slots = SlotsCache(self._members)
+            self._slots.begin()
 
     def _part(self) -> None:
         """Bring the caches of all rows up to date and give up their joint cache, so that each goes
@@ -298,19 +287,16 @@ class LoopCalls:
     ) -> dict[str, Any]:
         """Return the call's keywords with our cache and without a mask that has been read. Raises
         `UnsupportedError` for what our caches would compute wrongly."""
-        call = (
-            dict(zip(signature(model.forward).parameters, args, strict=False)) | kwargs
-            if args
-            else dict(kwargs)
-        )
+        call = kwargs.copy()
+        if args:
+            call |= zip(signature(model.forward).parameters, args, strict=False)
         given, mask = call.get("past_key_values"), call.get("attention_mask")
         arriving: Tensor = (
             call["inputs_embeds"] if call.get("input_ids") is None else call["input_ids"]
         )
         batch, tokens = arriving.shape[:2]
-        if mask is not None and (
-            not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != batch
-        ):
+        plain = isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[0] == batch
+        if mask is not None and not plain:
             raise UnsupportedError(
                 f"A custom attention mask was given: only padding on the left is supported, as [{batch} S]."
             )
@@ -320,12 +306,9 @@ class LoopCalls:
                 self.check()
         else:
             _refuse(given, call.get("use_cache"), model)
-            if padded:
-                fresh: LoopCache = PaddedCache(
-                    [self.make(batch=1, tokens=tokens) for _ in range(batch)]
-                )
-            else:
-                fresh = self.make(batch=batch, tokens=tokens)
+            rows = batch if padded else 1
+            members = [self.make(batch=batch // rows, tokens=tokens) for _ in range(rows)]
+            fresh = PaddedCache(members) if padded else members[0]
             if given is not None:  # loops go on with the object that they made and passed
                 vars(given).clear()
                 given.__class__ = type(fresh)
@@ -350,10 +333,11 @@ def _refuse_positions(given: Tensor | None, positions: Tensor, mask: Tensor | No
     if given is None:
         return
     tokens = positions.shape[1]
-    real = torch.ones_like(positions) if mask is None else mask[:, -tokens:].to(positions.device)
-    if not torch.equal(
-        given[:, -tokens:].to(positions).expand_as(positions)[real.bool()], positions[real.bool()]
-    ):
+    real = torch.ones_like(positions, dtype=torch.bool)
+    if mask is not None:
+        real = mask[:, -tokens:].to(real)
+    given = given[:, -tokens:].to(positions).expand_as(positions)
+    if not torch.equal(given[real], positions[real]):
         raise UnsupportedError(
             "position_ids of padded rows are not 0, 1, 2, ... after the padding: leave them out."
         )

@@ -12,8 +12,9 @@ the model itself rotates, so that a model that does something else is refused.""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +66,10 @@ def pairing_of(
     cos, sin = (part.float().cpu() for part in rotary(torch.tensor(POSITIONS)))
     x = torch.randn(1, 1, len(POSITIONS), head_dim, generator=torch.Generator().manual_seed(0))
     turned = _turned(attention, x, cos, sin)
-    for pairing in _possible(cos.shape[-1]):
+    count = cos.shape[-1]
+    forms = ((count, Angles.TWICE), (count, Angles.IN_A_ROW), (2 * count, Angles.ONCE))
+    for neighbours, (width, angles) in product((False, True), forms):
+        pairing = Pairing(width, neighbours, angles)
         if turned is not None and pairing.width <= head_dim:
             ours = rotate(pairing.in_halves(x), *map(pairing.angles.as_halves, (cos, sin)))
             if torch.allclose(ours, pairing.in_halves(turned), rtol=1e-4, atol=1e-5):
@@ -74,14 +78,6 @@ def pairing_of(
         f"{type(attention).__name__} does not rotate pairs of channels as any model known here does, and methods "
         "rotate its keys back and forth: choose another model."
     )
-
-
-def _possible(count: int) -> Iterator[Pairing]:
-    """Yield the ways in which a model may rotate that gives `count` numbers as cos and as sin."""
-    for neighbours in (False, True):
-        yield Pairing(count, neighbours)
-        yield Pairing(count, neighbours, Angles.IN_A_ROW)
-        yield Pairing(2 * count, neighbours, Angles.ONCE)
 
 
 def _turned(attention: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:

@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 from harness.models.base import ORIGINAL
 from kernels.rope import table_bytes
 
-KINDS = ("dynamic", "longrope")
 REMEMBERED = 64  # lengths whose frequencies are kept at a time
 AT_ONCE = 8192  # positions whose cos and sin are computed at a time for a table
 
@@ -49,8 +48,7 @@ class TextRotary(nn.Module):
     @property
     def kinds(self) -> str:
         """Return the kinds of rotation whose angles depend on the length, as text for a user."""
-        kinds = self.rope_type.values() if isinstance(self.rope_type, dict) else [self.rope_type]
-        return ", ".join(sorted({kind for kind in kinds if _depends(kind)}))
+        return ", ".join(sorted(_varying(self.rope_type)))
 
     def stage(self, tokens: int) -> int:
         """Return the length in tokens from which the rotary frequencies of a text of `tokens` tokens
@@ -63,11 +61,10 @@ class TextRotary(nn.Module):
         else:
             rotations = [(kind, parameters[name]) for name, kind in self.rope_type.items()]
         for kind, own in rotations:
-            if "dynamic" in kind:
-                reached = max(reached, tokens if tokens > self.own.original_max_seq_len else 0)
-            elif kind == "longrope":
-                border = own[ORIGINAL]
-                reached = max(reached, border + 1 if tokens > border else 0)
+            if "dynamic" in kind and tokens > self.own.original_max_seq_len:
+                reached = max(reached, tokens)
+            elif kind == "longrope" and tokens > own[ORIGINAL]:
+                reached = max(reached, own[ORIGINAL] + 1)
         return reached
 
     def forward(
@@ -101,8 +98,7 @@ class TextRotary(nn.Module):
         self, x: Tensor, position_ids: Tensor, stage: int, *kind: str
     ) -> tuple[Tensor, Tensor]:
         setattr(self.own, "_".join((*kind, "inv_freq")), self.frequencies(x.device, stage, *kind))
-        turned: tuple[Tensor, Tensor] = self._plain(self.own, x, position_ids, *kind)
-        return turned
+        return self._plain(self.own, x, position_ids, *kind)
 
     @torch.no_grad()
     def frequencies(self, device: torch.device, stage: int, *kind: str) -> Tensor:
@@ -119,8 +115,11 @@ class TextRotary(nn.Module):
         return self._frequencies[stage, kind].to(device)
 
 
-def _depends(kind: str) -> bool:
-    return any(name in kind for name in KINDS)
+def _varying(kinds: str | dict[str, str]) -> set[str]:
+    """Return those of a module's kinds of rotation, one or one per kind of layer, whose angles depend
+    on the length of the text."""
+    every = kinds.values() if isinstance(kinds, dict) else [kinds]
+    return {kind for kind in every if "dynamic" in kind or "longrope" in kind}
 
 
 def text_rotary(model: PreTrainedModel) -> TextRotary | None:
@@ -130,7 +129,7 @@ def text_rotary(model: PreTrainedModel) -> TextRotary | None:
     if isinstance(rotary, TextRotary):
         return rotary
     kinds = getattr(rotary, "rope_type", "default")
-    if not any(map(_depends, kinds.values() if isinstance(kinds, dict) else [kinds])):
+    if not _varying(kinds):
         return None
     kind: Any = type(model)
     # which drops the cache in classes like Phi-3's

@@ -124,7 +124,7 @@ class Tracer:
     attend), its rest, and the model. Steps must run in Python, layer by layer and one sequence at a
     time: a replayed graph, or attention of several sequences in one call, cannot be clocked."""
 
-    last: dict[str, float] | None = None  # seconds of the last step's parts
+    last: dict[str, float]  # seconds of the last step's parts
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -153,14 +153,14 @@ class Tracer:
             else None
         )
 
-    def medians(self, steps: Sequence[Mapping[str, float]]) -> dict[str, Any] | None:
-        """Return the number of a generation's decode steps and the medians of their seconds, of the
-        whole step and of each part; None without steps. `steps`: the seconds of each step, by part.
-        """
-        if not steps:
-            return None
-        middle = {name: median(step[name] for step in steps) for name in steps[0]}
-        return {"steps": len(steps), "step_s": middle.pop("step"), "parts_s": middle}
+
+def medians(steps: Sequence[Mapping[str, float]]) -> dict[str, Any] | None:
+    """Return the number of a generation's decode steps and the medians of their seconds, of the
+    whole step and of each part; None without steps. `steps`: the seconds of each step, by part."""
+    if not steps:
+        return None
+    middle = {name: median(step[name] for step in steps) for name in steps[0]}
+    return {"steps": len(steps), "step_s": middle.pop("step"), "parts_s": middle}
 
 
 @contextmanager

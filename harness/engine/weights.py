@@ -20,9 +20,8 @@ def parts(model: nn.Module) -> list[Any]:
     not read."""
     found: list[Any] = []
     for name, module in model.named_modules():
-        found += [
-            (name, id(x), x.dtype, x.device) for x in module._parameters.values() if x is not None
-        ]
+        own = [x for x in module._parameters.values() if x is not None]
+        found += [(name, id(x), x.dtype, x.device) for x in own]
         if "base_layer" in module._modules:  # an adapter of peft around another module
             switches = ("active_adapters", "disable_adapters", "scaling")
             found.append((name, [str(getattr(module, switch, None)) for switch in switches]))

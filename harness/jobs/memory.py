@@ -362,10 +362,8 @@ def _power_of_two(count: int) -> int:
 def _by_blocks(info: ModelInfo) -> bool:
     """Return True if harness/engine/forward.py runs the model, layer by layer; False if
     transformers' own forward does."""
-    known = ARCHITECTURES.get(info.architecture)
     return (
-        known is not None
-        and known.by_blocks
+        ARCHITECTURES.get(info.architecture) == ""
         and not info.spread
         and (info.quantised is None or info.quantised.plain)
     )

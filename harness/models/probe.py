@@ -92,8 +92,7 @@ def on_meta(config: PreTrainedConfig, make: Callable[..., Any]) -> PreTrainedMod
     import torch
 
     with torch.device("meta"):
-        model: PreTrainedModel = make(deepcopy(config), dtype=torch.bfloat16)
-    return model.eval()
+        return make(deepcopy(config), dtype=torch.bfloat16).eval()
 
 
 def probe(

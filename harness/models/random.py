@@ -93,9 +93,8 @@ class Random(ModelSource):
         from transformers import AutoModelForCausalLM
 
         config = self.config()
-        auto: Any = AutoModelForCausalLM
         with torch.device("meta"):
-            model = auto.from_config(config, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         model = model.to_empty(device=device)
         model.tie_weights()
         with torch.device(device):  # buffers that are computed, not loaded
@@ -104,8 +103,7 @@ class Random(ModelSource):
         if (scale := getattr(model.model.embed_tokens, "scalar_embed_scale", None)) is not None:
             model.model.embed_tokens.embed_scale.fill_(scale)
         fill(model, torch.Generator(device).manual_seed(self.seed))
-        filled: PreTrainedModel = model
-        return filled
+        return model
 
     def _arguments(self) -> dict[str, Any]:
         """Return the keyword arguments with which transformers makes the model's config."""
@@ -150,25 +148,16 @@ def fill(model: nn.Module, generator: torch.Generator) -> None:
 def byte_tokenizer() -> PreTrainedTokenizerBase:
     """Return a tokenizer that takes every byte as a token and has ChatML as template: 259
     tokens."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers.pre_tokenizers import ByteLevel
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(
-        [AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS]
-    )
     end, start, stop = SPECIAL_TOKENS
-    fast: Any = PreTrainedTokenizerFast
-    tokenizer: PreTrainedTokenizerBase = fast(
-        tokenizer_object=backend,
+    return embedded.byte_level(
+        [*SPECIAL_TOKENS, *sorted(ByteLevel.alphabet())],
+        SPECIAL_TOKENS,
+        ByteLevel(add_prefix_space=False, use_regex=False),
         bos_token=start,
         eos_token=stop,
         pad_token=end,
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
-    return tokenizer

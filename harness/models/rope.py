@@ -61,23 +61,23 @@ KEYS: Mapping[str, Mapping[str, Any]] = {
 _STAY = ("rope_theta", "partial_rotary_factor")
 
 
-class Rope(dict[str, Any]):
-    """Hold a `model.rope`, which does not change and has a hash, as the parameters of a model need.
-    Its text is that of the command line."""
+class Fixed(dict[str, Any]):
+    """Hold a mapping that does not change and has a hash, as the parameters of a model or a method
+    need. Its text is that of the command line."""
 
     def __hash__(self) -> int:  # type: ignore[override]
-        return hash(json.dumps(self, sort_keys=True))
+        return hash(json.dumps(self, sort_keys=True, default=repr))
 
     def __str__(self) -> str:
         return f"{{{', '.join(f'{key}: {value}' for key, value in self.items())}}}"
 
 
-def checked(rope: Mapping[str, Any] | None) -> Rope | None:
+def checked(rope: Mapping[str, Any] | None) -> Fixed | None:
     """Return `model.rope` as a value that can be hashed. Raise `ModelError` that names the known
     rotations, or the keys of this one, if it is none of them."""
     if rope is None:
         return None
-    rope = Rope({key: deepcopy(value) for key, value in rope.items() if value is not None})
+    rope = Fixed({key: deepcopy(value) for key, value in rope.items() if value is not None})
     kind = rope.get("rope_type")
     given = {key: value for key, value in rope.items() if key != "rope_type"}
     if not isinstance(kind, str) or kind not in KEYS:
@@ -91,16 +91,16 @@ def checked(rope: Mapping[str, Any] | None) -> Rope | None:
             "'model.rope={rope_type: yarn, factor: 4}'."
         )
     known = [key.rstrip("?") for key in KEYS[kind]]
-    wrong = next(
-        (f"has the unknown key {key}" for key in given if key not in known), None
-    ) or misfit(given, KEYS[kind])
-    if not wrong and given["factor"] < 1:
-        wrong = f"has factor={given['factor']}, which should be at least 1"
-    if not wrong and given.get("low_freq_factor", 0) >= given.get("high_freq_factor", 1):
-        wrong = "has a low_freq_factor that is not below its high_freq_factor"
-    # transformers' numbers
-    if not wrong and given.get("beta_slow", 1) >= given.get("beta_fast", 32):
-        wrong = "has a beta_slow that is not below its beta_fast"
+    wrong: str | None
+    if unknown := [key for key in given if key not in known]:
+        wrong = f"has the unknown key {unknown[0]}"
+    elif not (wrong := misfit(given, KEYS[kind])):
+        if given["factor"] < 1:
+            wrong = f"has factor={given['factor']}, which should be at least 1"
+        elif given.get("low_freq_factor", 0) >= given.get("high_freq_factor", 1):
+            wrong = "has a low_freq_factor that is not below its high_freq_factor"
+        elif given.get("beta_slow", 1) >= given.get("beta_fast", 32):  # transformers' numbers
+            wrong = "has a beta_slow that is not below its beta_fast"
     if wrong:
         needed = [key for key in KEYS[kind] if not key.endswith("?")]
         raise ModelError(

@@ -91,9 +91,8 @@ def build(mapping: Mapping[str, Any], key: str = "press") -> Any:
     stands in the settings, for errors."""
     press_class = _class(mapping["name"], key)
     parameters = {k: v for k, v in mapping.items() if k != "name"}
-    known = {
-        name: field for name, field in signature(press_class).parameters.items() if name != RATIO
-    }
+    known = dict(signature(press_class).parameters)
+    known.pop(RATIO, None)
     for name in parameters:
         if name == RATIO:
             raise KVPressError(f"{key}.{RATIO} is what budget says: leave it out and set budget.")
@@ -136,9 +135,8 @@ def set_ratio(press: Any, ratio: float) -> bool:
     """Let `press` remove the share `ratio` of the tokens. Return False for a press whose ratio
     cannot be set. In a press that applies several presses one after the other, it is set for those
     that take one."""
-    members = getattr(press, "presses", None)
-    if members is not None:
-        return any([set_ratio(member, ratio) for member in members])
+    if hasattr(press, "presses"):
+        return any([set_ratio(member, ratio) for member in press.presses])
     try:
         setattr(press, RATIO, ratio)
     except AttributeError:

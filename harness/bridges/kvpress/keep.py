@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from math import nextafter
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,6 @@ Rows = tuple[Tensor, Tensor]  # keys and values, each [B G S D]
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # attribute of the attention module in which a press leaves the keys to hide
 MASKED = "masked_key_indices"
-
-
-class Pressed(NamedTuple):
-    """Hold what a press has left of the keys and values of one layer."""
-
-    rows: Rows  # keys and values [B G K D]
-    visible: Tensor  # [B G K], which of them the press has not masked
 
 
 class PressEvict(Evict, capturable=True, of_each={}):
@@ -64,28 +57,21 @@ class PressEvict(Evict, capturable=True, of_each={}):
 
     def evict(self, size: int) -> None:
         name = type(self.presses[0]).__name__
-        given = (self.store.k, self.store.v)
-        pressed = self._pressed(size, given, torch.cat(self.hidden, 1))
-        places = places_of(given, pressed.rows)
+        does: list[str] = []
+        rows, visible = self._pressed(size, torch.cat(self.hidden, 1))
+        places = places_of((self.store.k, self.store.v), rows)
         if places is None:
-            if pressed.rows[0].shape[2] < self.store.length and not bool(pressed.visible.all()):
+            if rows[0].shape[2] < self.store.length and not bool(visible.all()):
                 raise KVPressError(
                     f"{name} both masks tokens and puts rows in the place of others: choose another."
                 )
-            self.layer.rewrite(*pressed.rows)
-            places = torch.arange(self.store.length, device=given[0].device).expand(
-                pressed.visible.shape
-            )
-        self._retain(name, places, pressed.visible)
-        changes = "puts other rows in the place of the prompt's" * (
-            places_of(given, pressed.rows) is None
-        )
-        number = f"keeps {self.store.length} prompt tokens where the budget is {size}" * (
-            self.store.length != size
-        )
-        self.layer.fallback = (
-            f"{name} {' and '.join(filter(None, (changes, number)))}" if changes or number else None
-        )
+            does.append("puts other rows in the place of the prompt's")
+            self.layer.rewrite(*rows)
+            places = torch.arange(self.store.length, device=visible.device).expand(visible.shape)
+        self._retain(name, places, visible)
+        if self.store.length != size:
+            does.append(f"keeps {self.store.length} prompt tokens where the budget is {size}")
+        self.layer.fallback = f"{name} {' and '.join(does)}" if does else None
 
     def close(self, evicted: int) -> None:
         self.waiting = False
@@ -109,34 +95,35 @@ class PressEvict(Evict, capturable=True, of_each={}):
         heads = zip(places.flatten(0, 1), visible.flatten(0, 1), strict=True)
         self.layer.retain_per_head([rows[seen].sort().values for rows, seen in heads])
 
-    def _pressed(self, size: int, given: Rows, hidden: Tensor) -> Pressed:
+    def _pressed(self, size: int, hidden: Tensor) -> tuple[Rows, Tensor]:
+        """Return what the presses leave of the stored keys and values: the rows, and which of them
+        are not masked [B G K]. hidden [B S E]: the layer's input."""
         assert isinstance(self.spec.rope, Rotary)
         spec = replace(self.spec, rope=self.spec.rope.of_text(self.cache.counters.text_tokens))
-        k, v = given
-        parts = []
-        for row, press in enumerate(self.presses):
-            own = slice(row, row + 1)
-            parts.append(press_one(press, spec, hidden[own], [k[own], v[own]], size))
-        if len({part.visible.shape for part in parts}) > 1:
+        one_by_one = (x.split(1) for x in (hidden, self.store.k, self.store.v))
+        parts = [
+            press_one(press, spec, size, *own)
+            for press, *own in zip(self.presses, *one_by_one, strict=True)
+        ]
+        if len({visible.shape for *_, visible in parts}) > 1:
             raise KVPressError(
                 "The press keeps different numbers in sequences of one batch: run them one by one."
             )
-        keys = torch.cat([part.rows[0] for part in parts])
-        values = torch.cat([part.rows[1] for part in parts])
-        return Pressed((keys, values), torch.cat([part.visible for part in parts]))
+        keys, values, visible = map(torch.cat, zip(*parts, strict=True))
+        return (keys, values), visible
 
 
 @torch.no_grad()
 def press_one(
-    press: Any, spec: LayerSpec, hidden: Tensor, given: Sequence[Tensor], size: int
-) -> Pressed:
-    """Let a press compress the keys and values of one sequence in one layer, as it would in its
-    hook after the attention module. hidden [1 S E]: the layer's input; given: keys and values
-    [1 G S D]; `size` of the S tokens are to stay."""
+    press: Any, spec: LayerSpec, size: int, hidden: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Let a press compress keys k and values v [1 G S D] of one sequence in one layer, as it would in
+    its hook after the attention module: `size` of the S tokens are to stay. hidden [1 S E]: the
+    layer's input. Return what is left, each [1 G K D], and which of it is not masked [1 G K]."""
     tokens, device = hidden.shape[1], hidden.device
     set_ratio(press, ratio_for(tokens, size))
     # some presses write into them
-    layer = SimpleNamespace(keys=given[0].clone(), values=given[1].clone())
+    layer = SimpleNamespace(keys=k.clone(), values=v.clone())
     positions = torch.arange(tokens, device=device)
     cos, sin = (x.to(device, hidden.dtype) for x in spec.rope(positions))
     with (
@@ -167,7 +154,7 @@ def press_one(
     # it expects the next token right after its last row
     if isinstance(press, package().KeyRerotationPress):
         layer.keys = rotate_by(layer.keys, tokens - layer.keys.shape[2], spec.rope)
-    return Pressed((layer.keys, layer.values), visible)
+    return layer.keys, layer.values, visible
 
 
 class LentRotary(nn.Module):
@@ -195,7 +182,7 @@ def lent_module(spec: LayerSpec) -> Iterator[Any]:
     on it. Both the rotation and what a press leaves there are removed afterwards."""
     assert isinstance(spec.project_query, QueryProjection)
     assert isinstance(spec.rope, Rotary)
-    module: nn.Module = spec.project_query.module
+    module = spec.project_query.module
     module.rotary_emb = LentRotary(spec.rope)
     try:
         yield module
@@ -261,19 +248,15 @@ def places_of(given: Rows, kept: Rows) -> Tensor | None:
 
 def _hashes(rows: Rows) -> Tensor:
     """Return a number for every row that depends on all its bits, int64 [B G S]."""
-    keys, values = map(_bits, rows)
+    both = [_bits(x) for x in rows]
     generator = torch.Generator().manual_seed(0)
-    factors = torch.randint(2**62, (2, keys.shape[-1]), generator=generator)
-    of_keys, of_values = factors.to(keys.device)
-    hashes = []
-    for part in pieces(keys.shape[2]):
-        hash_of_keys = _mixed(keys[:, :, part], of_keys)
-        hashes.append(hash_of_keys + _mixed(values[:, :, part], of_values))
+    factors = torch.randint(2**62, (2, both[0].shape[-1]), generator=generator)
+    factors = factors.to(both[0].device).view(2, 1, 1, 1, -1)
+    hashes = [
+        (torch.stack([x[:, :, part] for x in both]).long() * factors).sum((0, -1))
+        for part in pieces(both[0].shape[2])
+    ]
     return torch.cat(hashes, -1)
-
-
-def _mixed(bits: Tensor, factor: Tensor) -> Tensor:
-    return (bits.long() * factor).sum(-1)
 
 
 def _equal_at(x: Tensor, places: Tensor, wanted: Tensor) -> bool:

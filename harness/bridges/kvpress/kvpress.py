@@ -11,18 +11,19 @@ docs/loops.md.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from harness.bridges.kvpress.building import KVPressError, build, check_mapping, set_ratio, windows
 from harness.bridges.kvpress.keep import PressEvict
 from harness.engine.hf import QueryProjection
+from harness.models.rope import Fixed
 from methods.base import (
     CacheState,
     Cost,
     CostError,
-    Grids,
     KVLayer,
     LayerSpec,
     LayerWorkload,
@@ -33,13 +34,6 @@ from methods.layers import Layer
 from methods.parts import costs
 
 
-class Mapped(dict[str, Any]):
-    """Hold a mapping that does not change and has a hash, which the parameters of a method need."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(tuple(sorted((name, hash(value)) for name, value in self.items())))
-
-
 @dataclass(frozen=True, kw_only=True)
 class KVPress(Method):
     """Let a press of the package kvpress choose which tokens of the prompt stay in the cache.
@@ -47,15 +41,14 @@ class KVPress(Method):
     harness/bridges/kvpress/building.py)."""
 
     # a layer's input is held until its seal; kvpress too compresses layer by layer
-    closes_early: ClassVar[bool] = True
+    closes_early = True
     needs = (ROTATION, QUERIES)
-    tunable: ClassVar[Grids] = {}
 
     press: dict[str, Any] = field(default_factory=lambda: {"name": "ExpectedAttentionPress"})
 
     def __post_init__(self) -> None:
         check_mapping(self.press)
-        object.__setattr__(self, "press", _unchanging(self.press))
+        object.__setattr__(self, "press", Fixed(deepcopy(self.press)))
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -124,9 +117,3 @@ def _modules(mapping: Mapping[str, Any]) -> Iterator[str]:
         for inner in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(inner, Mapping):
                 yield from _modules(inner)
-
-
-def _unchanging(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return Mapped({str(name): _unchanging(inner) for name, inner in value.items()})
-    return tuple(map(_unchanging, value)) if isinstance(value, (list, tuple)) else value

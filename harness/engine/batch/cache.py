@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -27,10 +29,9 @@ class StepGroup(NamedTuple):
     shared layer object. A sequence that computes the layer by itself is a group of one. `members`:
     numbers of the sequences' caches in a `SlotsCache`."""
 
-    layer: Any  # the member's own KVLayer, or the Layer that several members share
+    layer: Layer | None  # what the members share; None: the only one computes its own layer
     members: tuple[int, ...]
     rows: Tensor | slice  # rows of these members and of free slots, among the rows of all members
-    joint: bool
 
 
 class Attending(NamedTuple):
@@ -38,9 +39,8 @@ class Attending(NamedTuple):
     in which together with other sequences through a shared layer object."""
 
     alone: list[KVLayer]
-    together: list[tuple[Layer, Layer]]  # its own layer, and the shared one
-    # id of a shared layer -> the row in it with which this member's sequences begin
-    first: dict[int, int]
+    # its own layer, the shared one, and the row in that with which its sequences begin
+    together: list[tuple[Layer, Layer, int]]
     lags: bool  # all layers of the method are shared
 
 
@@ -61,8 +61,8 @@ class SlotsCache(KVCache):
         super().__init__([layer for member in members for layer in member.layers], members[0].state)
         self._members = tuple(members)
         self._sizes = [member.state.request.batch for member in members]
-        self._counters = StepCounters()
-        self._counters.start()
+        # the row with which each member begins, and the one after the last
+        self._starts = [0, *accumulate(self._sizes)]
         self.sealed = True
         self.num_tokens = max(member.num_tokens for member in members)
         checked = [member.watch is not None or member.state.checking for member in members]
@@ -77,12 +77,13 @@ class SlotsCache(KVCache):
         self._forms = [_forms(*pair) for pair in zip(members, reasons, strict=True)]
         self.step_inputs = StepInputs() if sized and self.alone is None else None
         self._free = self._slots()
-        self.free = sum(self._free.values())
-        rows = sum(self._sizes) + self.free
+        self.free = sum(map(len, self._free.values()))
+        rows = self._starts[-1] + self.free
         request = replace(self.state.request, batch=rows, prepared=None)
-        self._joint_state = replace(
-            self.state, request=request, traffic=Traffic(), counters=self._counters, checks=Checks()
+        self.state = replace(
+            self.state, request=request, traffic=Traffic(), counters=StepCounters(), checks=Checks()
         )
+        self.counters.start()
         # numbers of members that step together -> their traffic
         self._traffic: dict[tuple[int, ...], Traffic] = {}
         begins = [
@@ -101,20 +102,13 @@ class SlotsCache(KVCache):
         return self._members
 
     @property
-    def counters(self) -> StepCounters:
-        return self._counters
-
-    @property
     def capacity(self) -> int:
         return max(member.capacity for member in self._members)
 
     def positions(self, count: int, device: torch.device) -> Tensor:
         """Return the positions [B count] of the next `count` tokens, each row's own."""
-        first = (
-            self._counters.first(self._begins, device)
-            .view(-1, 1)
-            .expand(sum(self._sizes) + self.free, 1)
-        )
+        first = self.counters.first(self._begins, device)
+        first = first.view(-1, 1).expand(self.state.request.batch, 1)
         return first if count == 1 else first + torch.arange(count, device=device)
 
     def note_text(self, ids: Tensor, *, prompt: bool = False) -> None:
@@ -139,8 +133,10 @@ class SlotsCache(KVCache):
         return 0 if self._attending[number].alone else self.behind(number)
 
     def begin(self, ids: Tensor | None = None) -> None:
-        if self._counters.steps >= self._fits:
-            self._refuse_full()
+        if self.counters.steps >= self._fits:
+            for number, (member, rows) in enumerate(zip(self._members, self._sizes, strict=True)):
+                self.catch_up(number)
+                member.expect(rows, 1)  # which refuses it where no room is left
         for member, rows, attending in zip(
             self._members, self._sizes, self._attending, strict=True
         ):
@@ -152,16 +148,20 @@ class SlotsCache(KVCache):
         for member, attending in zip(self._members, self._attending, strict=True):
             if attending.alone:
                 member.end()
+        # all members of a group stand still while rows of one arrive
         for members, traffic in self._traffic.items():
-            self._share_seconds(members, traffic)
-        self._counters.advance()
+            for own in (self._members[number].state.traffic for number in members):
+                own.exposed_s += traffic.exposed_s
+                own.hidden_s += traffic.hidden_s
+            traffic.exposed_s = traffic.hidden_s = 0.0
+        self.counters.advance()
         self.num_tokens += 1
 
     def next_row(self, layer: int) -> NextRow | None:
         """Return where layer `layer` stores the next token of each sequence, if all sequences
         attend together in it; else None."""
         first, *others = self._groups[layer]
-        return first.layer.next_row() if first.joint and not others else None
+        return None if first.layer is None or others else first.layer.next_row()
 
     def attend(self, layer: int, x: AttnInput) -> Tensor:
         """Compute attention of one layer for one token of each sequence. Return [B H 1 D]."""
@@ -174,16 +174,8 @@ class SlotsCache(KVCache):
             out[group.rows] = self._attend(layer, group, _rows_of(x, group.rows))
         return out
 
-    def _share_seconds(self, members: Sequence[int], traffic: Traffic) -> None:
-        """Add the seconds in which a group waited for moving rows to the traffic of each of its
-        members: all of them stand still while rows of one arrive."""
-        for member in (self._members[number] for number in members):
-            member.state.traffic.exposed_s += traffic.exposed_s
-            member.state.traffic.hidden_s += traffic.hidden_s
-        traffic.exposed_s = traffic.hidden_s = 0.0
-
     def _attend(self, layer: int, group: StepGroup, x: AttnInput) -> Tensor:
-        if group.joint:
+        if group.layer is not None:
             return group.layer.decode(x)
         member = self._members[group.members[0]]
         return member.attend(layer, replace(x, start=member.num_tokens))
@@ -197,7 +189,7 @@ class SlotsCache(KVCache):
     def behind(self, member: int) -> int:
         """Return how many decode steps are not yet counted in member number `member`, one of the
         caches that step together."""
-        return self._counters.steps - self._upto[member]
+        return self.counters.steps - self._upto[member]
 
     def catch_up(self, member: int) -> int:
         """Bring member number `member`, one of the caches that step together, up to date: count the
@@ -209,12 +201,11 @@ class SlotsCache(KVCache):
         self._upto[member] += steps
         if steps and not attending.alone:
             cache.num_tokens += steps
-        for layer, joint in attending.together if steps else ():
+        for layer, joint, first in attending.together if steps else ():
             layer.count_replayed(steps)
-            hand_back(joint, layer, attending.first[id(joint)])
+            hand_back(joint, layer, first)
         if steps and attending.together:
-            joint = attending.together[0][1]
-            first = attending.first[id(joint)]
+            _, joint, first = attending.together[0]
             joint.cache.traffic.hand_over(
                 slice(first, first + self._sizes[member]), cache.state.traffic
             )
@@ -227,15 +218,8 @@ class SlotsCache(KVCache):
                 member.counters.steps += steps
             for layer in attending.alone:
                 layer.count_replayed(steps)
-        self._counters.steps += steps
+        self.counters.steps += steps
         self.num_tokens += steps
-
-    def _refuse_full(self) -> None:
-        """Raise `RoomError` for a sequence of the batch whose cache has no room for another
-        token."""
-        for number, (member, rows) in enumerate(zip(self._members, self._sizes, strict=True)):
-            self.catch_up(number)
-            member.expect(rows, 1)
 
     @property
     def form(self) -> Hashable:
@@ -243,10 +227,8 @@ class SlotsCache(KVCache):
         (CUDA graph), after its inputs are replaced. It lists the kinds of layers (`form` in
         methods/layers/batched.py) and, for each, the number of slots, which are rows of the batch,
         used or free."""
-        rows = dict.fromkeys(self._free, 0)
-        for form_, size in zip(self._forms, self._sizes, strict=True):
-            rows[form_] += size
-        return tuple((form_, rows[form_] + free) for form_, free in self._free.items())
+        used = self._rows_by_form()
+        return tuple((form_, used[form_] + len(free)) for form_, free in self._free.items())
 
     @property
     def policies(self) -> list[Policy]:
@@ -256,7 +238,7 @@ class SlotsCache(KVCache):
             policy
             for groups in self._groups
             for group in groups
-            if group.joint
+            if group.layer is not None
             for policy in group.layer.policies
         ]
 
@@ -308,16 +290,24 @@ class SlotsCache(KVCache):
             for name, tensor in held.items():
                 self.step_inputs.add(name, tensor)
 
-    def _slots(self) -> dict[Hashable, int]:
-        """Return how many slots (rows of the batch) are free for each form of layers: in a step of
-        a fixed size, as many as are missing to the next power of two; else none."""
-        rows: dict[Hashable, int] = {}
+    def _rows_by_form(self) -> Counter[Hashable]:
+        """Return how many rows of the batch the members have whose layers are of each form."""
+        rows = Counter[Hashable]()
         for form_, size in zip(self._forms, self._sizes, strict=True):
-            rows[form_] = rows.get(form_, 0) + size
-        return {
-            form_: 0 if self.step_inputs is None else (1 << (size - 1).bit_length()) - size
-            for form_, size in rows.items()
-        }
+            rows[form_] += size
+        return rows
+
+    def _slots(self) -> dict[Hashable, range]:
+        """Return which slots (rows of the batch, after those of all members) are free for each form
+        of layers: in a step of a fixed size, as many as are missing to the next power of two; else
+        none."""
+        slots: dict[Hashable, range] = {}
+        first = self._starts[-1]
+        for form_, size in self._rows_by_form().items():
+            free = 0 if self.step_inputs is None else (1 << (size - 1).bit_length()) - size
+            slots[form_] = range(first, first + free)
+            first += free
+        return slots
 
     def _grouped(self, reasons: Sequence[Sequence[str | None]]) -> list[list[StepGroup]]:
         """Return, for each layer, the groups of members that take its step together. `reasons`: per
@@ -326,19 +316,16 @@ class SlotsCache(KVCache):
         another has chosen."""
         shared: dict[Hashable, Any] = {}
         groups, linked = [], []
-        by_layer = (
-            zip(*by_member, strict=True)
-            for by_member in ([m.layers for m in self._members], reasons)
-        )
-        for layers, layer_reasons in zip(*by_layer, strict=True):
+        by_layer = zip(*(member.layers for member in self._members), strict=True)
+        for layers, layer_reasons in zip(by_layer, zip(*reasons, strict=True), strict=True):
             alike: dict[Hashable, list[int]] = {}
             for number, reason in enumerate(layer_reasons):
                 alike.setdefault(number if reason else self._forms[number], []).append(number)
             groups.append([self._group(layers, numbers, shared) for numbers in alike.values()])
-            joint = [group for group in groups[-1] if group.joint]
             linked += [
                 (group.layer, [cast(Layer, layers[number]) for number in group.members])
-                for group in joint
+                for group in groups[-1]
+                if group.layer is not None
             ]
         link(linked)
         return groups
@@ -346,56 +333,37 @@ class SlotsCache(KVCache):
     def _group(
         self, layers: Sequence[KVLayer], members: Sequence[int], shared: dict[Hashable, Any]
     ) -> StepGroup:
-        spans = [
-            range(sum(self._sizes[:number]), sum(self._sizes[: number + 1])) for number in members
-        ]
+        spans = [slice(self._starts[number], self._starts[number + 1]) for number in members]
+        whose = tuple(members)
         if len(members) == 1 and self.step_inputs is None:
-            return StepGroup(
-                layers[members[0]],
-                tuple(members),
-                slice(spans[0].start, spans[0].stop),
-                joint=False,
-            )
-        free = self._free_rows(self._forms[members[0]])
-        rows = [*(row for span in spans for row in span), *free]
-        request, whose = replace(self._joint_state.request, batch=len(rows)), tuple(members)
+            return StepGroup(None, whose, spans[0])
+        free = self._free[self._forms[members[0]]]
+        rows = [*(row for span in spans for row in range(span.start, span.stop)), *free]
+        request = replace(self.state.request, batch=len(rows))
         traffic = self._traffic.setdefault(whose, Traffic.batched(len(rows), request.device))
-        state = replace(self._joint_state, request=request, traffic=traffic)
+        state = replace(self.state, request=request, traffic=traffic)
         dead = None if self.step_inputs is None else len(free)
         joint = together(
             Slots([cast(Layer, layers[number]) for number in members], dead, shared), state
         )
         if (same := ("rows", *rows)) not in shared:
-            shared[same] = to_device(rows, self.state.request.device)
-        return StepGroup(joint, tuple(members), shared[same], joint=True)
-
-    def _free_rows(self, form_: Hashable) -> range:
-        """Return the rows of the batch that belong to no sequence yet and are kept free for
-        sequences with layers of this form (`form` in methods/layers/batched.py). They lie after the
-        rows of all members."""
-        first = sum(self._sizes)
-        for other, count in self._free.items():
-            if other == form_:
-                return range(first, first + count)
-            first += count
-        raise AssertionError("a form of no member")
+            shared[same] = to_device(rows, request.device)
+        return StepGroup(joint, whose, shared[same])
 
     def _places(self, number: int) -> Attending:
         """Return in which layers member number `number`, one of the caches that step together,
         attends alone, and where it stands in the layers that it shares."""
-        member, alone, joint = self._members[number], list[KVLayer](), list[tuple[Layer, Layer]]()
-        first: dict[int, int] = {}
+        member, alone = self._members[number], list[KVLayer]()
+        joint: list[tuple[Layer, Layer, int]] = []
         for layer, groups in zip(member.layers, self._groups, strict=True):
             group = next(group for group in groups if number in group.members)
-            if not group.joint:
+            if group.layer is None:
                 alone.append(layer)
                 continue
-            joint.append((cast(Layer, layer), group.layer))
-            first[id(group.layer)] = sum(
-                self._sizes[other] for other in group.members if other < number
-            )
+            first = sum(self._sizes[other] for other in group.members if other < number)
+            joint.append((cast(Layer, layer), group.layer, first))
         lags = not {id(layer) for layer in alone} & {id(layer) for layer in member.method_layers}
-        return Attending(alone, joint, first, lags)
+        return Attending(alone, joint, lags)
 
 
 def _forms(member: KVCache, reasons: Sequence[str | None]) -> Hashable:

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from harness.engine.batch.cache import SlotsCache
-from harness.engine.batch.running_sequence import Ending, Generation, RunningSequence
+from harness.engine.batch.running_sequence import Generation, RunningSequence
 from harness.engine.cache import KVCache
 from harness.engine.graph import CapturedStep
+from harness.engine.trace import medians
 from harness.models.devices import read_later
 from kernels.step_inputs import to_device
 
@@ -56,8 +57,8 @@ class RunningBatch:
         """Add a prefilled sequence, or B sequences that share `cache`, and return it. logits [B V]:
         those of its last token. question [B Q]: tokens that are fed one by one after the seal
         (protocol=context, else Q = 0); with a question, logits may be None. `began`: when the
-        prefill began, by `perf_counter`. `ending`: keywords of `Ending`."""
-        slot = RunningSequence(cache, question, Ending(**ending), began)
+        prefill began, by `perf_counter`. `ending`: keywords of `RunningSequence`."""
+        slot = RunningSequence(cache, question, began, **ending)
         slot.begin(logits)
         self.sequences.append(slot)
         return slot
@@ -103,7 +104,7 @@ class RunningBatch:
                 watch.report(engine.model, i, tokens, exact) for i, tokens in enumerate(out.tokens)
             ]
         if engine.tracer is not None:
-            out.trace = engine.tracer.medians(slot.parts)
+            out.trace = medians(slot.parts)
             out.measured["read_bytes_per_step"] = fmean(slot.read) if slot.read else None
         return out
 
@@ -114,7 +115,7 @@ class RunningBatch:
             captured, self._captured, self._together, self._cache = self._captured, None, [], None
             self._next = self._ahead = None
             if captured is not None:
-                self.engine.close(captured)
+                captured.close()
 
     def _advance(self, running: list[RunningSequence], ahead: bool) -> None:
         """Take a step with the sequences `running`, or take over the one that runs already.
@@ -153,7 +154,14 @@ class RunningBatch:
             slot.note(*([numbers.popleft() for _ in range(slot.rows)] for numbers in (ids, finite)))
         for slot in running:
             slot.clock.pause()
-        self._note(running, perf_counter() - began, capture_s)
+        seconds = perf_counter() - began - (capture_s or 0.0)
+        tracer = self.engine.tracer
+        for slot in running:
+            slot.bill(seconds, capture_s, len(running))
+            if tracer is not None:
+                slot.parts.append(tracer.last)
+                if (read_bytes := tracer.bytes_read(slot.cache)) is not None:
+                    slot.read.append(read_bytes)
 
     def _tokens(self, running: Sequence[RunningSequence]) -> Tensor:
         """Return the tokens [B 1] that the sequences feed next, on the device."""
@@ -167,7 +175,7 @@ class RunningBatch:
         logits [B V]."""
         assert self._cache is not None
         try:
-            logits: Tensor = self.engine.decode(fed, self._cache, self._captured)
+            logits = self.engine.decode(fed, self._cache, self._captured)
         except BaseException:
             self._part()  # each cache stays as it was before the step
             raise
@@ -226,19 +234,6 @@ class RunningBatch:
         if isinstance(self._cache, SlotsCache):
             slot.note_reads(self._cache.catch_up(number))
 
-    def _note(
-        self, running: list[RunningSequence], seconds: float, capture_s: float | None
-    ) -> None:
-        tracer = self.engine.tracer
-        for slot in running:
-            slot.bill(seconds - (capture_s or 0.0), capture_s, len(running))
-            if tracer is None:
-                continue
-            if (read := tracer.bytes_read(slot.cache)) is not None:
-                slot.read.append(read)
-            if tracer.last is not None:
-                slot.parts.append(tracer.last)
-
     def _gather(self, running: list[RunningSequence]) -> None:
         """Make the joint cache with which the sequences `running` decode together, and get ready to
         capture its steps. It is called when other sequences took the step before."""
@@ -250,7 +245,7 @@ class RunningBatch:
 
     def _part(self) -> None:
         if self._captured is not None:
-            self.engine.close(self._captured)
+            self._captured.close()
         for number, slot in enumerate(self._together):
             self._catch_up(number, slot)
         # so that nothing outlives its sequence

@@ -55,17 +55,6 @@ def safe_tokens(stop: Stop) -> float:
     return stop.count - 1 if isinstance(stop, After) else getattr(stop, "min_new_tokens", 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """Say how the tokens of an answer are picked, and when it ends. `max_new_tokens`: the most that
-    it has. `stops`: a rule for each sequence; None: none ends it earlier. `sampler`: None takes the
-    most likely token."""
-
-    max_new_tokens: int
-    stops: Sequence[Stop] | None = None
-    sampler: Sampler | None = None
-
-
 @dataclass(slots=True)
 class Generation:
     """Hold the answer of one sequence, or of B sequences of equal length that share a cache, and
@@ -149,15 +138,25 @@ class RunningSequence:
     """Hold one sequence, or B sequences of equal length that share `cache`, while it decodes. Its
     `clock` runs during the prefill, the seal and its steps."""
 
-    def __init__(self, cache: KVCache, question: Tensor, ending: Ending, began: float) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        question: Tensor,
+        began: float,
+        *,
+        max_new_tokens: int,
+        stops: Sequence[Stop] | None = None,
+        sampler: Sampler | None = None,
+    ) -> None:
         """`question` [B Q]: tokens that are decoded before the first token of the answer
-        (protocol=context)."""
+        (protocol=context). `max_new_tokens`: the most tokens of the answer. `stops`: a rule for
+        each sequence; None: none ends it earlier. `sampler`: None takes the most likely token."""
         self.cache = cache
-        self.stops = stops = list(ending.stops or [never] * len(question))
-        self.sampler = ending.sampler or Greedy()
-        self.max_new_tokens = ending.max_new_tokens
+        self.stops = list(stops or [never] * len(question))
+        self.sampler = sampler or Greedy()
+        self.max_new_tokens = max_new_tokens
         self.clock, self._began = SlotClock(began), began
-        self.out = Generation(tokens=[[] for _ in stops], stops=[""] * len(stops))
+        self.out = Generation(tokens=[[] for _ in self.stops], stops=[""] * self.rows)
         # seconds of each part, per clocked step (harness/engine/trace.py)
         self.parts: list[dict[str, float]] = []
         self.read: list[float] = []  # bytes that each traced step read, where all layers know them
@@ -267,8 +266,7 @@ class RunningSequence:
             wait_for(self._device)
             self.out.question_s, self._asked = self.clock.now() - self._asked, None
         if type(self.sampler) is Greedy:
-            picked: Tensor = ops.likeliest_tokens(logits) if likeliest is None else likeliest
-            return picked
+            return ops.likeliest_tokens(logits) if likeliest is None else likeliest
         finite = (
             logits.sum(-1, dtype=torch.float32).isfinite() if likeliest is None else likeliest[1]
         )
@@ -315,10 +313,11 @@ class RunningSequence:
             out.nll, out.likeliest = self.sampler.mean_nll(), self.sampler.likeliest.tolist()
         if steps:
             layers = len(self.cache.method_layers)
+            reads = self._prompt_reads
             unread = torch.cat(self._device_reads).double().mean(1) if self._device_reads else None
-            attended = (self._prompt_reads + (0.0 if unread is None else unread.sum().item())) / (
-                steps * layers
-            )
+            if unread is not None:
+                reads += unread.sum().item()
+            attended = reads / (steps * layers)
             # of the union over heads
             excess = sum(map(float, self._excess)) / (len(self._excess) * layers)
             out.measured |= {
@@ -330,13 +329,13 @@ class RunningSequence:
                 "from_disk_bytes_per_step": (traffic.from_disk_bytes - before.from_disk_bytes)
                 / steps,
             }
-            if self.crosses_bus and self.cache.state.request.placement != DISK:
-                out.unclocked = UNCLOCKED if out.measured["moved_bytes_per_step"] else None
-            elif self.crosses_bus:
+            if self.crosses_bus and self.cache.state.request.placement == DISK:
                 out.measured |= {
                     "exposed_s_per_step": (traffic.exposed_s - before.exposed_s) / steps,
                     "hidden_s_per_step": (traffic.hidden_s - before.hidden_s) / steps,
                 }
+            elif self.crosses_bus and out.measured["moved_bytes_per_step"]:
+                out.unclocked = UNCLOCKED
             if self._marks:
                 last = [self._mark()] if self._marks[-1].steps < steps else []
                 begin = Mark(moved_bytes=before.total_bytes)

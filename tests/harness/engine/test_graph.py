@@ -140,7 +140,7 @@ def test_logits_are_those_of_plain_steps_where_memory_holds_anything() -> None:
                 cache = engine.cache(ids, 12)
                 engine.prefill(cache, ids)
                 cache.seal()
-                step = CapturedStep(engine.forward, cache, graphs) if graphs else None
+                step = CapturedStep(engine.forward, cache, graphs, engine.kept) if graphs else None
                 steps.append([(step(x) if step else engine.forward(x, cache)).clone() for x in fed])
         for one, wanted in zip(*steps, strict=True):
             torch.testing.assert_close(one, wanted, atol=1e-4, rtol=1e-4)

@@ -226,8 +226,6 @@ def test_overlap_is_on_by_default_only_where_a_gpu_gains_by_it(monkeypatch: pyte
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert [resolved(overlap) for overlap in ("auto", "off", "on")] == ["off", "off", "on"]
-    monkeypatch.setattr("harness.models.devices.OVERLAP_HELPS", {"PQCache"})
-    assert [resolved(overlap) for overlap in ("auto", "off", "on")] == ["on", "off", "on"]
 
 
 def test_chunks_that_change_answers_are_said_at_the_start_and_in_the_table(
