@@ -8,8 +8,8 @@ A table stands between a marker and `<!-- end -->`; everything else on a page is
   which have the same methods. NAME_floor has Full alone, in other arithmetic.
 - `<!-- families of NAME -->` shows which methods are refused on which families of models, and why, from
   results/published/NAME.csv, which `make families` writes.
-- `<!-- decode of NAME... -->`, with `: METHOD...` or without, shows results of `bench decode`, a length each, from
-  results/published/bench/NAME.json.
+- `<!-- decode of NAME... -->`, with `: METHOD...` or without, shows results of `bench decode`, `layer` or `generate`
+  from results/published/bench/NAME.json. A row is marked if the code that it timed has changed since.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from evals.stats import ALPHA
 from harness.reports.columns import NOT_KEPT
 from harness.reports.pictures import figures
 from harness.results.files import unescaped
+from harness.results.provenance import code_hash
 
 ROOT = Path(__file__).parents[1]
 BENCHES = ROOT / "results" / "published" / "bench"
@@ -41,6 +42,11 @@ MARKED = re.compile(
 MIB = 2**20
 TIERS = ("device", "host", "disk")
 
+NOTES = {
+    NOT_KEPT: "the row did not keep its budget.",
+    (CHANGED := "‡"): "the code that was timed has changed since.",
+    (UNSTAMPED := "§"): "measured before results remembered the code that they timed.",
+}
 DRAWN = "headline_2k"  # the table of the figure
 BUDGET = 0.2  # of the headline tables
 TUNED, PRESS, KIVI_2BIT = "_tuned", "press_", "kivi_2bit"
@@ -56,6 +62,16 @@ COLUMNS = {  # of the CSV: heading, factor, format
     "memory.kv_device_bytes": ("KV device (MiB)", 1 / MIB, ".1f"),
     "memory.kv_host_bytes": ("KV host (MiB)", 1 / MIB, ".1f"),
     "memory.moved_bytes_per_step": ("moved (MiB/step)", 1 / MIB, ".1f"),
+}
+BENCHED = {  # of the row of a benchmark: heading, factor
+    "tpot_s": ("TPOT at {} (ms)", 1e3),
+    "step_s": ("layer at {} (ms)", 1e3),
+    "speedup": ("times as fast as Full at {}", 1),
+    "device_bytes": ("KV at {} (MiB)", 1 / MIB),
+    "ttft_s.ours": ("TTFT at {} (s)", 1),
+    "ttft_s.ratio": ("of generate's TTFT at {}", 1),
+    "tpot_s.ours": ("TPOT at {} (ms)", 1e3),
+    "tpot_s.ratio": ("of generate's TPOT at {}", 1),
 }
 LIKELIHOODS = {
     "score.averages.perplexity": ("perplexity", 1, ".2f"),
@@ -138,29 +154,34 @@ def families(name: str) -> str:
 
 
 def decode(names: Sequence[str], methods: Sequence[str] = ()) -> str:
-    """Return a Markdown table of decode times from the JSON files of these names, one text length
-    each. It has a row per method, in the order of the first file; a method that a later file lacks
-    has empty cells there."""
-    columns: dict[str, dict[str, str]] = {}
+    """Return a Markdown table of times from the JSON files of these names. It has a row per method,
+    or per dtype, in the order of the first file; what a later file lacks is an empty cell there.
+    Rows whose code is gone are left out."""
+    table: dict[str, dict[str, str]] = {}
     for name in names:
-        rows = json.loads((BENCHES / f"{name}.json").read_text(encoding="utf-8"))["rows"]
-        for row in rows:
-            method, at = row["method"].partition(":")[0], f"at {row['tokens']}"
-            if methods and method not in methods:
+        for row in json.loads((BENCHES / f"{name}.json").read_text(encoding="utf-8"))["rows"]:
+            timed = row.get("code", {})
+            today = {module: code_hash(module) for module in timed}
+            head = "method" if "method" in row else "dtype"
+            what = row.get(head, "").partition(":")[0]
+            if "error" in row or None in today.values() or (methods and what not in methods):
                 continue
-            cells = columns.setdefault(method, {})
-            cells[f"TPOT {at} (ms)"] = _estimate(row["tpot_s"], 1e3)
-            cells[f"times as fast as Full {at}"] = (
-                _estimate(row["speedup"], 1) if row["speedup"] else ""
-            )
-            cells[f"KV {at} (MiB)"] = f"{row['device_bytes'] / MIB:.0f}"
-    table = pd.DataFrame(columns).T.fillna("")
-    return _markdown(table.reset_index(names="method"), 1)
+            mark = CHANGED * (today != timed) if timed else UNSTAMPED
+            cells = table.setdefault(what, {head: what})
+            cells[head] += mark * (mark not in cells[head])
+            figures = pd.json_normalize(row).to_dict("records")[0]
+            for key, (heading, factor) in BENCHED.items():
+                if key in figures:
+                    at = heading.format(row.get("tokens", row.get("prompt_tokens")))
+                    cells[at] = _estimate(figures[key], factor) if figures[key] else ""
+    return _markdown(pd.DataFrame(table.values()).fillna(""), 1)
 
 
-def _estimate(values: Sequence[float], factor: float) -> str:
-    """Return a median and its interval as text, three digits each; `values` are the median and the
-    interval's ends, and `factor` converts their unit."""
+def _estimate(values: float | Sequence[float], factor: float) -> str:
+    """Return a median and its interval as text, three digits each, or a number without digits after
+    its point; `values` are the median and the interval's ends, and `factor` converts their unit."""
+    if not isinstance(values, Sequence):
+        return f"{factor * values:.0f}"
     middle, low, high = (f"{factor * value:#.3g}" for value in values)
     return f"{middle} ({low}-{high})"
 
@@ -181,7 +202,7 @@ def _markdown(cells: pd.DataFrame, words: int) -> str:
     sides = [":--"] * words + ["--:"] * (len(cells.columns) - words)
     lines = [list(cells), sides, *cells.to_numpy().tolist()]
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return text + f"\n{NOT_KEPT}: the row did not keep its budget.\n" * (NOT_KEPT in text)
+    return text + "".join(f"\n{mark}: {note}\n" for mark, note in NOTES.items() if mark in text)
 
 
 def headline_rows(name: str) -> pd.DataFrame:

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 
 from harness.config.catalogue import experiments
+from harness.results.provenance import code_hash
 
 ROOT = Path(__file__).parents[1]
 MIB = 2**20
@@ -94,8 +95,25 @@ def test_a_decode_table_has_a_method_per_row_and_a_length_per_file(tables: dict[
     write("short.json", 32, ["full"])
     head, full, quest = cells(tables["filled"]("<!-- decode of long short: full quest -->\n<!-- end -->"))
     assert head[1].startswith("TPOT at 64")
-    assert full[::3] == ["full", "3", "3"]
-    assert quest[:2] == ["quest", "10.0 (9.00-11.0)"]
+    assert full[::3] == ["full§", "3", "3"]
+    assert quest[:2] == ["quest§", "10.0 (9.00-11.0)"]
+
+
+def test_a_benchmark_s_row_whose_code_has_changed_is_marked_and_one_whose_code_is_gone_goes(
+    tables: dict[str, Any], tmp_path: Path
+) -> None:
+    tables["filled"].__globals__["BENCHES"] = tmp_path
+    today = code_hash("methods.quest")
+    stamps = {"quest": {"methods.quest": today}, "sparq": {"methods.sparq": today}, "kivi": {"methods.gone": today}}
+    rows = [
+        {"method": one, "tokens": 64, "step_s": [0.01, 0.009, 0.011], "speedup": [2, 1, 3], "code": code}
+        for one, code in stamps.items()
+    ]
+    (tmp_path / "layer.json").write_text(json.dumps({"rows": [*rows, {"label": "tova", "error": "takes no mass"}]}))
+    page = tables["filled"]("<!-- decode of layer -->\n<!-- end -->")
+    assert [line[0] for line in cells(page)] == ["method", "quest", "sparq‡"]
+    assert page.count("‡: the code that was timed has changed since.") == 1
+    assert "§" not in page
 
 
 def test_every_published_table_has_an_experiment_that_makes_it() -> None:

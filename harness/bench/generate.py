@@ -126,6 +126,7 @@ def compare(
                 "ratio": ratios(own, other),
             }
             row |= marks(own, other)  # of the last key: a sample's times share its mark
+        row["code"] = output.timed_code(Full.__module__)
         row["same_tokens"] = all(_until(a.tokens, eos) == _until(b.tokens, eos) for a, b in pairs)
         rows.append(row)
     return rows

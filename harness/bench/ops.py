@@ -49,6 +49,7 @@ def measure(
     """Return one row per backend of an operation; the backend that methods get comes first. A
     backend that raises an error, or whose attention scores do not fit into memory, becomes a row
     that says why."""
+    ops.forget_used()
     op, failures = OPS[case.op], dict[str, str]()
     refused = {name: reason for name in op.targets if (reason := op.refusal(name, *case.args))}
     calls: dict[str, Call] = {
@@ -73,6 +74,7 @@ def measure(
         "limit_s": limit,
         "rival": beside and beside.name,
         "refused": refused,
+        "code": output.timed_code(),
     }
     return [
         common

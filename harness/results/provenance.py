@@ -13,13 +13,16 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("harness", "methods", "kernels", "evals")
 SOURCES = (".py", ".cpp", ".hpp", ".yaml", ".json")  # .json: prompt templates
+PROSE = re.compile(r'"""[\s\S]*?"""|(?:^ *|  )(?:#|//) .*', re.MULTILINE)
 DISTRIBUTIONS = (
     "torch",
     "transformers",
@@ -52,6 +55,27 @@ def source_hash(root: Path = ROOT) -> str:
         content = file.read_bytes()
         digest.update(f"{name}\n{len(content)}\n".encode() + content)
     return digest.hexdigest()
+
+
+@cache
+def code_hash(module: str, root: Path = ROOT) -> str | None:
+    """Return a hash over the code of a module and of all that it imports from its own package, with
+    the C++ that it builds, without comments and docstrings; None if there is no such module."""
+    finder = ModuleFinder([str(root)])
+    try:
+        finder.import_hook(module)
+    except ImportError:
+        return None
+    files = set[Path]()
+    for name, found in finder.modules.items():
+        path = vars(found)["__file__"]  # None for what is built in
+        if path is not None and name.startswith(module.partition(".")[0]):
+            file = Path(path)
+            compiled = file.with_suffix(".cpp"), file.with_name("team.cpp")
+            files |= {file, *compiled, *file.parent.glob("*.hpp")}
+    texts = [file.read_text(encoding="utf-8") for file in sorted(files) if file.is_file()]
+    code = PROSE.sub("", "\n".join(texts)).split()
+    return hashlib.sha256(" ".join(code).encode()).hexdigest()[:12]
 
 
 def git() -> dict[str, Any]:

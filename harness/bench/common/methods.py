@@ -11,9 +11,10 @@ from typing import Any
 import yaml
 
 from harness.bench.common.measure import release, why
-from harness.bench.common.output import Report, failed_row
+from harness.bench.common.output import Report, failed_row, timed_code
 from harness.config.catalogue import CONF, entries
 from harness.config.plugins import build, suggestion
+from kernels import ops
 from methods.abilities import asked, refuse
 from methods.abilities.kept_codec import KeptCodec
 from methods.base import Budget, Method
@@ -118,8 +119,10 @@ def measured(
             label, row = f"{name} at {tokens}{also}", {"method": name, "tokens": tokens, **facts}
             if report.out_of_time(label):
                 continue
+            ops.forget_used()
             try:
                 row |= measure(method)
+                row["code"] = timed_code(type(method).__module__)
                 line = told(row)
             except Exception as error:
                 line = why(error)

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 from harness.bench.common.measure import Estimate
 from harness.results.files import write_atomically
-from harness.results.provenance import load_average, now, provenance
+from harness.results.provenance import code_hash, load_average, now, provenance
 from harness.terminal.notices import say
 from harness.terminal.tables import Column, digits, markdown_table, text_table
+from kernels import ops
 from kernels.temporary import remove_abandoned
 
 ROOT = Path("results/runs/bench")
@@ -169,6 +170,13 @@ def some(key: str) -> Callable[[BenchRow], Any]:
     """Return a function that takes the number `key` of a row and turns 0 into None, an empty
     cell."""
     return lambda row: row[key] or None
+
+
+def timed_code(*modules: str) -> dict[str, str | None]:
+    """Return hashes of the code that a row has timed, by module: that of `modules`, and of the
+    operations that have run since `ops.forget_used`. `make tables` marks rows whose code changes."""
+    ran = (op.targets[name] for op in ops.ALL for name in op.used)
+    return {module: code_hash(module) for module in sorted({*ran, *modules})}
 
 
 def failed_row(label: str, reason: str, **facts: Any) -> dict[str, Any]:

@@ -55,6 +55,9 @@ def test_one_command_writes_table_figures_and_picture(tmp_path: Path, monkeypatc
         assert (row["parts_s"]["select"] > 0) == (row["method"] != "full")
         assert row["gb_s"] == pytest.approx(row["read_bytes"] / row["step_s"][0] / 1e9)
         assert row["fallback"] is None
+        assert f"methods.{row['method'].partition(':')[0]}" in row["code"]
+        assert any(module.startswith("kernels.") for module in row["code"])
+        assert None not in row["code"].values()
     table = (tmp_path / "table.md").read_text()
     assert all(f"| {TOKENS} | {name} |" in table for name in chosen)
     assert (tmp_path / "plot.png").stat().st_size > 1000

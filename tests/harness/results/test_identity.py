@@ -21,7 +21,7 @@ from harness.config.settings import Settings
 from harness.results import identity as identities
 from harness.results import provenance
 from harness.results.identity import code_of, identity
-from harness.results.provenance import git, source_hash, versions  # as they are before tests/conftest.py
+from harness.results.provenance import code_hash, git, source_hash, versions  # as they are before tests/conftest.py
 from methods.full import Full
 from methods.h2o import H2O
 from methods.pqcache import PQCache
@@ -108,6 +108,25 @@ def test_a_key_at_its_default_is_no_part_of_it() -> None:
 
 
 ROOT = Path(__file__).parents[3]
+
+
+def test_code_hash_sees_code_that_is_imported_or_compiled_and_no_prose(tmp_path: Path) -> None:
+    files = {"__init__.py": "", "fast.py": "import torch\nfrom ours.shared import x\n", "shared.py": "x = 6 // 2\n"}
+    files |= {"other.py": "", "fast.cpp": "int x = 6 / 2;\n", "simd.hpp": "#include <y>\n"}
+    (tmp_path / "ours").mkdir()
+
+    def hashed(name: str = "", more: str = "") -> str | None:
+        for file, text in files.items():
+            (tmp_path / "ours" / file).write_text(text + more * (file == name))
+        code_hash.cache_clear()
+        return code_hash("ours.fast", tmp_path)
+
+    first = hashed()
+    prose = [("fast.py", '"""Says."""\n# says\n'), ("fast.cpp", "// says\n"), ("other.py", "y = 2\n")]
+    assert {hashed(*change) for change in prose} == {first}
+    changed = [hashed(name, "y = 2;\n") for name in ("fast.py", "shared.py", "fast.cpp", "simd.hpp")]
+    assert len({first, *changed}) == 5
+    assert code_hash("ours.gone", tmp_path) is None
 
 
 def test_source_hash_sees_content_and_name(tmp_path: Path) -> None:
