@@ -1,6 +1,7 @@
-// Rebuilds keys from their low-rank factors and rotates them before they leave the registers (ShadowKV).
+// Rebuilds keys from their low-rank factors and rotates them before they leave the registers (ShadowKV); in bf16 they
+// are multiplied on AMX tiles where there are any.
+#include "amx.hpp"
 #include "calls.hpp"
-#include "tiles.hpp"
 
 namespace {
 
@@ -27,10 +28,13 @@ struct Rows {
 constexpr int ROWS = 32;        // rows of a block
 constexpr int64_t CHUNK = 512;  // rows of a task
 
+// Returns the words of `rank` channels, filled up to whole tiles.
+template <class T> int64_t whole_tiles(int64_t rank) { return (rank / T::PER_WORD + LANES - 1) / LANES * LANES; }
+
 // Arranges a basis [r][D] in words, with channels that rotate together side by side: H vectors of the first half, then
-// their partners.
+// their partners. Zeros fill it up to whole tiles.
 template <class T, int H> Buffer<uint32_t> arrange(const typename T::Element* basis, int64_t rank, int64_t dim) {
-    Buffer<uint32_t> words(rank / T::PER_WORD * dim);
+    Buffer<uint32_t> words(whole_tiles<T>(rank) * dim);
     uint32_t* to = words.data();
     for (int64_t row = 0; row < rank; row += T::PER_WORD)
         for (int64_t c = 0; c < dim / 2; c += H * LANES)
@@ -54,11 +58,22 @@ void products(const uint32_t* const* rows, const uint32_t* b, int64_t stride, in
     }
 }
 
+// The same on tiles, after the rows are copied side by side into `together`, whose words beyond a row are zero.
+template <int V>
+void products_on_tiles(const uint32_t* together, const uint32_t* b, int64_t stride, int64_t words, f32 (&out)[ROWS][V]) {
+    for (int n = 0; n < V * LANES; n += 2 * LANES)
+        multiply_tiles<false>(together, words, b + n, stride, (float*)out + n, V * LANES, words / LANES);
+}
+
 template <class T, int H>
 void rebuild(const Call& call, const Buffer<uint32_t>& basis, int64_t pair, int64_t first, int64_t last) {
     using E = typename T::Element;
     int64_t half = call.dim / 2, words = call.rank / T::PER_WORD;
     int64_t sequence = pair / call.groups;
+    bool by_tiles = uses_tiles<T>();
+    int64_t filled = whole_tiles<T>(call.rank);
+    Buffer<uint32_t> together(by_tiles ? ROWS * filled : 0);
+    Tiles tiles(by_tiles);
     Rows u(call.u, call.u_row, call.u_table, sequence, call.u_batch);
     Rows turns(call.cos, call.cos_row, call.cos_table, sequence), tilts(call.sin, call.sin_row, call.sin_table, sequence);
     for (int64_t at = first; at < last; at += ROWS) {
@@ -75,10 +90,14 @@ void rebuild(const Call& call, const Buffer<uint32_t>& basis, int64_t pair, int6
             fetch(turns.at<E>(next), half * sizeof(E));
             fetch(tilts.at<E>(next), half * sizeof(E));
         }
+        for (int r = 0; r < ROWS && by_tiles; r++) std::memcpy(&together[r * filled], rows[r], 4 * words);
         E* out = (E*)call.out + (pair * call.count + at) * call.dim;
         for (int64_t c = 0; c < half; c += H * LANES) {
             f32 sums[ROWS][2 * H];
-            products<T, 2 * H>(rows, basis.data() + 2 * c, call.dim, words, sums);
+            if (by_tiles)
+                products_on_tiles<2 * H>(together.data(), basis.data() + 2 * c, call.dim, filled, sums);
+            else
+                products<T, 2 * H>(rows, basis.data() + 2 * c, call.dim, words, sums);
             for (int r = 0; r < n; r++) {
                 f32 low[H], high[H];
                 for (int i = 0; i < H; i++) {
