@@ -66,17 +66,26 @@ class VAttentionRead(Select, capturable=True):
         grouped = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
         among = keys.shape[2]
         always = always_lse(self.always_read(), grouped, self.spec)
-        logits = ops.row_scores(grouped, keys) * scale
-        lse = torch.logaddexp(always, logits.logsumexp(-1))
-        # [B G g M], [B G g]
-        weights, always = (logits - lse.unsqueeze(-1)).exp(), (always - lse).exp()
+        logits = ops.row_scores(grouped, keys)
+        # the softmax over the middle tokens alone, [B G g M]
+        weights = ops.group_weights(logits.flatten(1, 2).unsqueeze(2), scale, "sum").view_as(logits)
+        # its log-sum-exp follows from any token's logit and weight, best from the largest
+        first = ops.top_k(weights, 1)
+        middle = (logits.gather(3, first) * scale - weights.gather(3, first).log()).squeeze(3)
+        lse = torch.logaddexp(always, middle)
+        always, among_all = (always - lse).exp(), (middle - lse).exp().unsqueeze(3)
         if self.method.select_per == "query_head":
-            weights, always = weights.flatten(1, 2).unsqueeze(2), always.flatten(1, 2).unsqueeze(2)
-        ranks, heavy = weights.sum(2), self.method.top_of(top)
+            weights, always, among_all = (
+                x.flatten(1, 2).unsqueeze(2) for x in (weights, always, among_all)
+            )
+        alone = weights.shape[2] == 1  # a factor of all its weights changes no order
+        ranks = weights.squeeze(2) if alone else (weights * among_all).sum(2)
+        heavy = self.method.top_of(top)
         best = ops.top_k(ranks, heavy)
 
         def weights_of(rows: Tensor) -> Tensor:
-            return weights.gather(3, rows.unsqueeze(2).expand(*weights.shape[:3], -1))
+            index = rows.unsqueeze(2).expand(*weights.shape[:3], -1)
+            return weights.gather(3, index) * among_all
 
         known = always + weights_of(best).sum(-1)
         drawn = self._draws(top - heavy, among).repeat_interleave(
