@@ -36,6 +36,8 @@ from kernels import ops
 from kernels.reference import Segment
 from methods.abilities.kept_codec import KeptCodec
 from methods.base import Cost, LayerWorkload, Plan
+from methods.base.pieces import pieces
+from methods.base.state import queues
 from methods.layers import Select
 from methods.layers.indices import first_places
 from methods.layers.layer import PolicyMethod
@@ -62,38 +64,19 @@ class VAttentionRead(Select, capturable=True):
     def select(self, q: Tensor, top: int) -> Tensor:
         """Return the top tokens and the draws of each choosing head, [B H|G top]; a token that was
         drawn again has no weight, and the first draw stands for all."""
-        keys, scale = self.middle().k if self.keys is None else self.keys, self.spec.scale
-        grouped = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
-        among = keys.shape[2]
+        keys = self.middle().k if self.keys is None else self.keys
+        groups, among, heavy = self.spec.num_kv_heads, keys.shape[2], self.method.top_of(top)
+        grouped = q.view(q.shape[0], groups, self.spec.group, -1)
         always = always_lse(self.always_read(), grouped, self.spec)
-        logits = ops.row_scores(grouped, keys)
-        # the softmax over the middle tokens alone, [B G g M]
-        weights = ops.group_weights(logits.flatten(1, 2).unsqueeze(2), scale, "sum").view_as(logits)
-        # its log-sum-exp follows from any token's logit and weight, best from the largest
-        first = ops.top_k(weights, 1)
-        middle = (logits.gather(3, first) * scale - weights.gather(3, first).log()).squeeze(3)
-        lse = torch.logaddexp(always, middle)
-        always, among_all = (always - lse).exp(), (middle - lse).exp().unsqueeze(3)
-        if self.method.select_per == "query_head":
-            weights, always, among_all = (
-                x.flatten(1, 2).unsqueeze(2) for x in (weights, always, among_all)
-            )
-        alone = weights.shape[2] == 1  # a factor of all its weights changes no order
-        ranks = weights.squeeze(2) if alone else (weights * among_all).sum(2)
-        heavy = self.method.top_of(top)
-        best = ops.top_k(ranks, heavy)
-
-        def weights_of(rows: Tensor) -> Tensor:
-            index = rows.unsqueeze(2).expand(*weights.shape[:3], -1)
-            return weights.gather(3, index) * among_all
-
-        known = always + weights_of(best).sum(-1)
-        drawn = self._draws(top - heavy, among).repeat_interleave(
-            weights.shape[1] // self.spec.num_kv_heads, 0
+        drawn = self._draws(top - heavy, among)
+        # on a CPU one KV head after the other, whose weights then stay in its cache
+        at_once = groups if queues(self.request.device) else 1
+        parts = (
+            self._weighed(grouped[:, part], keys[:, part], always[:, part], drawn[part], heavy)
+            for part in pieces(groups, at_once=at_once)
         )
-        drawn = drawn.expand(len(q), -1, -1)
-        exact = torch.zeros_like(ranks, dtype=torch.bool).scatter_(2, best, True).gather(2, drawn)
-        terms = weights_of(drawn).masked_fill(exact.unsqueeze(2), 0)
+        best, known, terms, exact = (torch.cat(x, 1) for x in zip(*parts, strict=True))
+        drawn = drawn.repeat_interleave(best.shape[1] // groups, 0).expand(len(q), -1, -1)
         wanted = self.method.sample_size(terms, known, among).amax(2, keepdim=True)
         size = wanted.clamp(max=top - heavy)
         self.cache.traffic.samples += wanted.numel()
@@ -108,6 +91,40 @@ class VAttentionRead(Select, capturable=True):
         assert self.weights is not None
         self.weights.log_weights = torch.cat([added.new_zeros(best.shape), added], -1)
         return torch.cat([best, drawn], -1)
+
+    def _weighed(
+        self, grouped: Tensor, keys: Tensor, always: Tensor, drawn: Tensor, heavy: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return of some KV heads, for each of the h heads of theirs that choose for g query heads:
+        the `heavy` tokens with the largest weights, [B h heavy]; the weight of these and of all
+        that is always read, [B h g]; the weights of the tokens that were drawn, [B h g n], which
+        are 0 for those among the top tokens; and which these are, [B h n]. grouped [B G g D], keys
+        [B G M D], always [B G g], drawn [G n]"""
+        logits = ops.row_scores(grouped, keys)
+        # the softmax over the middle tokens alone, [B G g M]
+        weights = ops.group_weights(logits.flatten(1, 2).unsqueeze(2), self.spec.scale, "sum")
+        weights = weights.view_as(logits)
+        # its log-sum-exp follows from any token's logit and weight, best from the largest
+        first = ops.top_k(weights, 1)
+        middle = logits.gather(3, first) * self.spec.scale - weights.gather(3, first).log()
+        lse = torch.logaddexp(always.unsqueeze(3), middle)  # [B G g 1]
+        always, share = (always.unsqueeze(3) - lse).exp(), (middle - lse).exp()
+        if self.method.select_per == "query_head":
+            always, share, weights = (
+                x.flatten(1, 2).unsqueeze(2) for x in (always, share, weights)
+            )
+        alone = weights.shape[2] == 1  # a factor of all its weights changes no order
+        best = ops.top_k(weights.squeeze(2) if alone else (weights * share).sum(2), heavy)
+
+        def weights_of(rows: Tensor) -> Tensor:
+            index = rows.unsqueeze(2).expand(*weights.shape[:3], -1)
+            return weights.gather(3, index) * share
+
+        known = always.squeeze(3) + weights_of(best).sum(-1)
+        drawn = drawn.repeat_interleave(best.shape[1] // len(drawn), 0).expand(len(best), -1, -1)
+        chosen = torch.zeros_like(weights[:, :, 0], dtype=torch.bool).scatter_(2, best, True)
+        exact = chosen.gather(2, drawn)
+        return best, known, weights_of(drawn).masked_fill(exact.unsqueeze(2), 0), exact
 
     def _draws(self, count: int, among: int) -> Tensor:
         """Draw `count` numbers below `among` for each KV head, uniform with replacement, [G count].
