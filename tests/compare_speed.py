@@ -2,8 +2,10 @@
 root.
 
 Alternating processes run this checkout and OTHER through README's Python API on the embedded model:
-decode steps after 2048 tokens, and prefills of 4096. A ratio above 1 says that this checkout is
-slower. Rounds go on until the 95 % interval of every case is narrow."""
+decode steps after 2048 tokens, some with a codec or a mass, and prompts of 2048 and 4096 tokens in
+fp32 and bf16. A ratio above 1 says that this checkout is slower. Rounds go on until the 95 %
+interval of every case is narrow. With `--all` every method of conf/method but presses decodes; a
+case that OTHER lacks is left out."""
 
 from __future__ import annotations
 
@@ -18,49 +20,57 @@ from statistics import fmean
 
 from scipy.stats import sem, t
 
-METHODS = {
-    "full": ("methods.full.Full", {}),
-    "snapkv": ("methods.snapkv.SnapKV", {}),
-    "tova": ("methods.tova.TOVA", {}),
-    "kvzip": ("methods.kvzip.KVzip", {}),
-    "kivi": ("methods.kivi.Kivi", {}),
-    "quest": ("methods.quest.Quest", {}),
-    "quest_mass": ("methods.quest.Quest", {"mass": 0.9}),
-    "pqcache": ("methods.pqcache.PQCache", {}),
-    "shadowkv": ("methods.shadowkv.ShadowKV", {}),
+from harness.bench.common.methods import names
+
+METHODS: dict[str, dict[str, object]] = {
+    **{name: {} for name in ("full", "snapkv", "tova", "kvzip", "kivi", "quest", "pqcache", "shadowkv")},
+    "quest budget_mass=0.9": {"mass": 0.9},
+    **{f"coded codec={codec}": {"codec": codec} for codec in ("int4", "tq4")},
 }
+PROMPTS = 2048, 4096
 
 CHILD = """
-import importlib, json, sys, time
+import json, sys, time
 time.perf_counter = time.process_time  # before it is imported by name: the engine's clock counts CPU time
 from harness import Engine, attached
+from harness.bench.common.methods import load
 from harness.models.embedded import SmolLM2
 from methods.budget import Budget
+from methods.full import Full
+from methods.tiers.codecs import codec_of
 
-methods, steps, prefills = json.loads(sys.argv[1])
-loaded = SmolLM2().load("fp32", "cpu")
-ids = loaded.tokenizer("A fact stands in a long text. " * 600, return_tensors="pt").input_ids
-seconds = {}
-for name, (path, options) in methods.items():
-    module, kind = path.rsplit(".", 1)
-    method = getattr(importlib.import_module(module), kind)()
-    with attached(loaded.model, method, budget=Budget(0.2, **options)) as kv:
+methods, prompts, steps, prefills = json.loads(sys.argv[1])
+text, seconds = "A fact stands in a long text. " * 600, {}
+for dtype in ("fp32", "bf16"):
+    loaded = SmolLM2().load(dtype, "cpu")
+    ids = loaded.tokenizer(text, return_tensors="pt").input_ids
+    with attached(loaded.model, Full()) as kv:
         engine = Engine(kv)
         engine.generate(ids[:, :512], max_new_tokens=4, stops=[])  # compiles, and fills caches
-        times = engine.generate(ids[:, :2048], max_new_tokens=steps + 2, stops=[]).token_s
-        seconds[name] = times[-1] - times[1]  # the second token waits for the seal
-        if name == "full":
-            prompts = [engine.generate(ids[:, :4096], max_new_tokens=1, stops=[]) for _ in range(prefills)]
-            seconds["prefill"] = sum(prompt.token_s[0] for prompt in prompts)
+        for length in prompts:
+            runs = [engine.generate(ids[:, :length], max_new_tokens=1, stops=[]) for _ in range(prefills)]
+            seconds[f"prompt of {length} {dtype}"] = sum(run.token_s[0] for run in runs)
+    for name, options in methods.items() if dtype == "fp32" else ():
+        try:
+            method, codec = load(name.split()[0]), options.get("codec")
+            budget = Budget(0.2, mass=options.get("mass")) if method.uses_budget else None
+            more = {"codec": codec and codec_of(codec), "calibration": ids[:, :2048]}
+        except (TypeError, ValueError):  # an older checkout
+            continue
+        with attached(loaded.model, method, budget=budget, **more) as kv:
+            engine = Engine(kv)
+            engine.generate(ids[:, :512], max_new_tokens=4, stops=[])
+            times = engine.generate(ids[:, :2048], max_new_tokens=steps + 2, stops=[]).token_s
+            seconds[name] = times[-1] - times[1]  # the second token waits for the seal
 print(json.dumps(seconds))
 """
 
 
-def measure(checkout: Path, steps: int, prefills: int) -> dict[str, float]:
+def measure(checkout: Path, *cases: object) -> dict[str, float]:
     """Return the CPU seconds of each case, in a process of its own."""
     env = {**os.environ, "PYTHONPATH": str(checkout)}
-    command = [sys.executable, "-c", CHILD, json.dumps([METHODS, steps, prefills])]
-    out = subprocess.run(command, cwd=checkout, env=env, check=True, capture_output=True, text=True).stdout
+    command = [sys.executable, "-c", CHILD, json.dumps(cases)]
+    out = subprocess.run(command, cwd=checkout, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(out.splitlines()[-1])
 
 
@@ -74,18 +84,21 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("other", type=Path)
+    parser.add_argument("--all", action="store_true", help="every method of conf/method but presses")
     parser.add_argument("--width", type=float, default=0.03, help="of the intervals at which the rounds end")
     parser.add_argument("--rounds", type=int, default=30, help="at most; at least 4")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--prefills", type=int, default=2, help="in each round")
     options = parser.parse_args()
     checkouts = [Path.cwd(), options.other.resolve()]
+    methods = METHODS | {name: {} for name in names() if options.all}
     ratios: dict[str, list[float]] = {}
     for number in range(max(4, options.rounds)):
         in_turn = checkouts if number % 2 else checkouts[::-1]
-        seconds = {checkout: measure(checkout, options.steps, options.prefills) for checkout in in_turn}
+        cases = methods, PROMPTS, options.steps, options.prefills
+        seconds = {checkout: measure(checkout, *cases) for checkout in in_turn}
         here, there = (seconds[checkout] for checkout in checkouts)
-        for case in here:
+        for case in here.keys() & there:
             ratios.setdefault(case, []).append(here[case] / there[case])
         print(f"round {number + 1}:", *(f"{case} {each[-1]:.3f}" for case, each in ratios.items()), flush=True)
         if number >= 3:
@@ -93,7 +106,7 @@ def main() -> None:
             if all(high - low <= options.width for _, low, high in intervals.values()):
                 break
     for case, (middle, low, high) in intervals.items():
-        print(f"{case:>12} {middle:.3f}, 95 % interval [{low:.3f}, {high:.3f}]")
+        print(f"{case:>22} {middle:.3f}, 95 % interval [{low:.3f}, {high:.3f}]")
 
 
 if __name__ == "__main__":
