@@ -296,6 +296,8 @@ def paint_shares(
     axes: Axes, layers: Sequence[Figures], shares: Sequence[float], **labels: Any
 ) -> None:
     across = [100 * share for share in shares]
-    percents = [[100 * layer[f"top_{share:g}"] for share in shares] for layer in layers]
-    curves = [{"across": across, "up": up} for up in percents]
+    curves = [
+        {"across": across, "up": [100 * layer[f"top_{share:g}"] for share in shares]}
+        for layer in layers
+    ]
     line_per_layer(axes, curves, ("across", "up"), ylim=(0, 100), **labels)

@@ -132,7 +132,7 @@ def trace(decoding: LayerDecoding) -> tuple[dict[str, float], float]:
     for _ in range(TRACED):
         decoding.advance()
         watch = Stopwatch(device)
-        with clocked(watch, lambda name, given, _: read.append(bytes_read(name, given))):
+        with clocked(watch, lambda name, given: read.append(bytes_read(name, given))):
             whole = own_seconds(decoding.step, device)
         spent = watch.totals()
         for phase in PHASES:

@@ -41,7 +41,7 @@ INDEX_BYTES: dict[str, Callable[..., int]] = {
     ),
 }
 _ATTEND = PHASES["attend"][:3]  # of a decode step
-Seen = Callable[[str, tuple[Any, ...], Any], None]  # an operation, its arguments, its result
+Seen = Callable[[str, tuple[Any, ...]], None]  # an operation and its arguments
 
 
 class Stopwatch:
@@ -79,7 +79,7 @@ class Stopwatch:
 @contextmanager
 def clocked(watch: Stopwatch, seen: Seen | None = None) -> Iterator[None]:
     """Clock every operation of kernels/ops.py that runs inside as a span of its phase (`phase_of`).
-    `seen` gets its name, arguments and result. An operation that another one calls belongs to the
+    `seen` gets its name and arguments. An operation that another one calls belongs to the
     caller's span."""
     within = False
 
@@ -94,29 +94,11 @@ def clocked(watch: Stopwatch, seen: Seen | None = None) -> Iterator[None]:
         finally:
             within = False
         if seen is not None:
-            seen(name, arguments, result)
+            seen(name, arguments)
         return result
 
     with watched(around):
         yield
-
-
-class IndexBytes:
-    """Add up the bytes that one layer reads in a step from its index: the data that a method scores
-    in order to choose tokens. Keys that were attended to in the same step are not counted, since
-    they are read anyway: a method that asks for their weights (H2O, InfLLM) reads no index."""
-
-    def __init__(self) -> None:
-        self.total = 0
-        self._attended: set[int] = set()  # storages
-
-    def __call__(self, name: str, arguments: tuple[Any, ...], made: Any) -> None:
-        if name in _ATTEND:
-            self._attended |= {segment.k.untyped_storage().data_ptr() for segment in arguments[1]}
-        elif (
-            name in INDEX_BYTES and arguments[1].untyped_storage().data_ptr() not in self._attended
-        ):
-            self.total += INDEX_BYTES[name](*arguments)
 
 
 class Tracer:
@@ -167,15 +149,23 @@ def medians(steps: Sequence[Mapping[str, float]]) -> dict[str, Any] | None:
 def _clocked_layers(cache: KVCache, watch: Stopwatch, indices: dict[int, int]) -> Iterator[None]:
     """Clock, inside the block, the operations that run in each layer's `decode`, and nothing else:
     comparisons with exact attention have a cost of their own, and layers with a sliding window are
-    part of the model. `indices` gets the bytes that each layer has read of what its method scores.
-    """
+    part of the model. `indices` gets the bytes that each layer has read of its index, which is what
+    its method scores in order to choose tokens. Keys that were attended to in the same step are not
+    counted, since they are read anyway: a method that asks for their weights (H2O, InfLLM) reads no
+    index."""
 
     def decode(layer: int, plain: Callable[[AttnInput], Tensor], x: AttnInput) -> Tensor:
-        index_bytes = IndexBytes()
-        with clocked(watch, index_bytes), watch.span(METHOD):
-            out = plain(x)
-        indices[layer] = index_bytes.total
-        return out
+        attended: set[int] = set()  # storages of keys
+        indices[layer] = 0
+
+        def add(name: str, arguments: tuple[Any, ...]) -> None:
+            if name in _ATTEND:
+                attended.update(segment.k.untyped_storage().data_ptr() for segment in arguments[1])
+            elif name in INDEX_BYTES and arguments[1].untyped_storage().data_ptr() not in attended:
+                indices[layer] += INDEX_BYTES[name](*arguments)
+
+        with clocked(watch, add), watch.span(METHOD):
+            return plain(x)
 
     indices.clear()
     with ExitStack() as undo:
