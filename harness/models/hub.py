@@ -31,7 +31,7 @@ from harness.models.quantised import (
     check_scales,
     check_scheme,
     complete,
-    loading,
+    prepare,
     quantisation,
     quantised,
 )
@@ -195,8 +195,10 @@ class HuggingFace(ModelSource):
         if "text_config" in read_config(folder):
             options["key_mapping"] = {TEXT_PREFIX: "model."}
             logging.set_verbosity_error()  # it would list the weights of the other parts
-        with _naming(folder), loading(config), ExitStack() as undo:
+        with _naming(folder), ExitStack() as undo:
             undo.callback(logging.set_verbosity, verbosity)
+            if packed:
+                prepare(config)
             model, report = auto.from_pretrained(
                 folder, output_loading_info=True, ignore_mismatched_sizes=True, **options, **OFFLINE
             )

@@ -7,8 +7,7 @@ for one kind of FP8. Everything else stays packed, in modules of the scheme's ow
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -133,26 +132,16 @@ def _in(name: str, kept: list[str]) -> bool:
     )
 
 
-@contextmanager
-def loading(config: PreTrainedConfig) -> Iterator[None]:
-    """Prepare `config` so that transformers loads the weights in the way that `SCHEMES` says, and
-    silence its advice meanwhile: to install `kernels`, and that MXFP4 becomes bf16, which is wrong
-    where another dtype was asked for."""
+def prepare(config: PreTrainedConfig) -> None:
+    """Prepare `config` so that transformers loads the quantised weights in the way that `SCHEMES`
+    says, and silence its advice: to install `kernels`, and that MXFP4 becomes bf16, which is wrong
+    where another dtype was asked for. The caller lets transformers speak again after loading."""
     from transformers.utils import logging as reports
 
-    settings: Any = getattr(config, "quantization_config", None)
-    if not settings:
-        yield
-        return
-    if SCHEMES[_method(settings)].plain:
-        settings["dequantize"] = True
+    if SCHEMES[_method(quantisation(config))].plain:
+        config.quantization_config["dequantize"] = True
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    before = reports.get_verbosity()
     reports.set_verbosity_error()
-    try:
-        yield
-    finally:
-        reports.set_verbosity(before)
 
 
 def complete(model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype) -> None:
