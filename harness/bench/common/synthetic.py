@@ -33,11 +33,6 @@ class LayerShape:
     device: torch.device
     layers: int = 5
 
-    @property
-    def token_bytes(self) -> int:
-        """The bytes of the keys and values of one token in one layer."""
-        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
-
     def specs(self) -> list[LayerSpec]:
         return [self._spec(index) for index in range(self.layers)]
 
