@@ -116,6 +116,7 @@ rebuild_keys = Op(
     cpu="kernels.cpu.rebuild",
     torch="kernels.reference",
 )
+last_alike = Op("last_alike", cpu="kernels.cpu.alike", torch="kernels.reference")
 attention_inputs = Op(
     "attention_inputs", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block"
 )

@@ -468,6 +468,20 @@ def rebuild_keys(
     )
 
 
+def last_alike(units: Tensor, threshold: float) -> Tensor:
+    """Return for each unit vector the number of the last other one whose product with it is more
+    than `threshold`, which is positive; 0 if there is none. units [B G S D] -> [B G S]. R-KV (arXiv
+    2505.24133)"""
+    numbers = torch.arange(units.shape[2], device=units.device, dtype=torch.int32)
+    last = torch.empty(units.shape[:3], dtype=torch.int64, device=units.device)
+    for start in range(0, units.shape[2], 256):  # bounds the matrix of products
+        part = slice(start, start + 256)
+        alike = units[:, :, part] @ units.mT
+        alike.diagonal(start, -2, -1).zero_()
+        last[:, :, part] = torch.where(alike > threshold, numbers, 0).amax(-1)
+    return last
+
+
 def likeliest_tokens(logits: Tensor, out: Tensor | None = None) -> Tensor:
     """Return the most likely token of each row of logits [B V], the first of equal ones, and below
     it 1 where the row holds neither NaN nor infinity (its sum is finite), else 0: [2 B] int64. NaN

@@ -23,12 +23,10 @@ from kernels import ops
 from methods.abilities.bounded_answer import CountedAnswer
 from methods.abilities.last_queries import EvictsWhileDecoding, LastQueries
 from methods.base import Ability, Plan
-from methods.base.pieces import pieces
 from methods.layers import between_ends
 
 # cosine similarity of two keys from which the later token may stand for the earlier one
 SIMILAR = 0.5
-KEYS_AT_ONCE = 256  # rows of the matrix of similarities that are computed together
 
 
 class RKVKeep(LastQueries, capturable=True, of_each={}):
@@ -60,14 +58,13 @@ def redundancy(keys: Tensor) -> Tensor:
     tokens of its mean cosine similarity to all keys, where each of these leaves out itself and the
     last key that is more than `SIMILAR` like it (the first key, if none is)."""
     units = normalize(keys.float(), dim=-1, eps=1e-8)
-    sums, stored = units.new_zeros(keys.shape[:3]), keys.shape[2]
-    for part in pieces(stored, at_once=KEYS_AT_ONCE):
-        alike = units[:, :, part] @ units.mT  # [B G part S]
-        alike.diagonal(part.start, -2, -1).zero_()
-        numbers = torch.arange(stored, device=keys.device, dtype=torch.int32)
-        last = torch.where(alike > SIMILAR, numbers, 0).amax(-1, keepdim=True)
-        sums += alike.scatter_(-1, last.long(), 0.0).sum(2)
-    return (sums / stored).softmax(-1)
+    last = ops.last_alike(units, SIMILAR)
+    itself = last == torch.arange(keys.shape[2], device=keys.device)
+    left_out = (units * ops.gather_rows(units, last)).sum(-1).masked_fill(itself, 0)
+    sums = (units * units.sum(2, keepdim=True)).sum(-1) - units.square().sum(-1)
+    # in fp64, where the order in which a GPU adds changes nothing that is left in fp32
+    sums = sums.double().scatter_add(2, last, -left_out.double())
+    return (sums / keys.shape[2]).softmax(-1).float()
 
 
 @dataclass(frozen=True, kw_only=True)

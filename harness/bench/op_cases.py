@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from harness.bench.common.operations import parameters
 from harness.bench.common.synthetic import LayerShape
@@ -322,6 +323,12 @@ def _quantised(x: Inputs) -> Iterator[OpCase]:
         )
 
 
+def _alike(x: Inputs) -> Iterator[OpCase]:
+    keys = normalize(x.kv[0][:, :, : x.budget].float(), dim=-1)
+    flops = 2.0 * keys.numel() * keys.shape[2]
+    yield _case("last_alike", f"R-KV, {keys.shape[2]}", flops, units=keys, threshold=0.5)
+
+
 def _rows(x: Inputs) -> Iterator[OpCase]:
     groups, dim = x.shape.kv_heads, x.shape.head_dim
     rows = x.rows(groups, x.tokens, x.budget)
@@ -478,7 +485,7 @@ def _block(x: Inputs, channels: int) -> DecoderBlock:
     )
 
 
-GROUPS = (_attention, _scores, _quantised, _rows, _prefill, _model)
+GROUPS = (_attention, _scores, _quantised, _alike, _rows, _prefill, _model)
 
 
 def cases(inputs: Inputs) -> Iterator[OpCase]:

@@ -431,6 +431,14 @@ def pq_best() -> Iterator[OpCase]:
     yield OpCase("pq_best", "far-bound", (q, far, codes, pq_held(codes, far.shape[3]), scale, 40))
 
 
+def last_alike() -> Iterator[OpCase]:
+    """Vectors around few centres, some alone; blocks that end early, and channels that fill no tile."""
+    for count, dim, centres in ((1, 16, 1), (37, 20, 9), (333, 64, 60), (300, 128, 128)):
+        at = torch.randint(centres, (2, 2, count), generator=draw(dim))
+        x = torch.eye(dim)[at] + 0.02 * random(count, 2, 2, count, dim)
+        yield OpCase("last_alike", f"{count}-of-{dim}", (x / x.norm(dim=-1, keepdim=True), 0.5))
+
+
 def comparable(op: str, result: Any) -> Any:
     """Return what an operation gave without what is left to backends."""
     if op == "pick_channels":
@@ -489,6 +497,6 @@ def cases() -> list[OpCase]:
         merge_attention_with_lse, prefill_attention, windowed, column_sums, prefill_attention_with_column_sums,
         gather_rows, gather_tiers, row_scores, row_weights, page_scores, token_rows, pick_channels, live_scores,
         partial_products, rotate, rotate_to, channel_sums, channel_weights, group_weights, group_margins, pq_weights,
-        pq_weights_far, pq_best, top_k, rebuild_keys,
+        pq_weights_far, pq_best, top_k, rebuild_keys, last_alike,
     )  # fmt: skip
     return [case for group in groups for case in group()]
