@@ -23,6 +23,8 @@ from kernels import ops
 from methods.abilities.bounded_answer import CountedAnswer
 from methods.abilities.last_queries import EvictsWhileDecoding, LastQueries
 from methods.base import Ability, Plan
+from methods.base.pieces import pieces
+from methods.base.state import queues
 from methods.layers import between_ends
 
 # cosine similarity of two keys from which the later token may stand for the earlier one
@@ -57,14 +59,22 @@ def redundancy(keys: Tensor) -> Tensor:
     """Return how much each key repeats others, keys [B G S D] -> [B G S] fp32: the softmax over the
     tokens of its mean cosine similarity to all keys, where each of these leaves out itself and the
     last key that is more than `SIMILAR` like it (the first key, if none is)."""
+    # on a CPU one KV head after the other, whose memory serves the next
+    at_once = keys.shape[1] if queues(keys.device) else 1
+    parts = (_similarity(keys[:, part]) for part in pieces(keys.shape[1], at_once=at_once))
+    return torch.cat([*parts], 1).softmax(-1).float()
+
+
+def _similarity(keys: Tensor) -> Tensor:
+    """Return the mean cosine similarity of each key to all keys, without what each of these leaves
+    out: keys [B G S D] -> [B G S] fp64."""
     units = normalize(keys.float(), dim=-1, eps=1e-8)
     last = ops.last_alike(units, SIMILAR)
     itself = last == torch.arange(keys.shape[2], device=keys.device)
     left_out = (units * ops.gather_rows(units, last)).sum(-1).masked_fill(itself, 0)
-    sums = (units * units.sum(2, keepdim=True)).sum(-1) - units.square().sum(-1)
+    sums = (units @ units.sum(2).unsqueeze(-1)).squeeze(-1) - units.square().sum(-1)
     # in fp64, where the order in which a GPU adds changes nothing that is left in fp32
-    sums = sums.double().scatter_add(2, last, -left_out.double())
-    return (sums / keys.shape[2]).softmax(-1).float()
+    return sums.double().scatter_add(2, last, -left_out.double()) / keys.shape[2]
 
 
 @dataclass(frozen=True, kw_only=True)
