@@ -70,12 +70,15 @@ class VAttentionRead(Select, capturable=True):
         always = always_lse(self.always_read(), grouped, self.spec)
         drawn = self._draws(top - heavy, among)
         # on a CPU one KV head after the other, whose weights then stay in its cache
-        at_once = groups if queues(self.request.device) else 1
+        captured = self.cache.counters.running or queues(self.request.device)
+        at_once = groups if captured else 1
         parts = (
             self._weighed(grouped[:, part], keys[:, part], always[:, part], drawn[part], heavy)
             for part in pieces(groups, at_once=at_once)
         )
-        best, known, terms, exact = (torch.cat(x, 1) for x in zip(*parts, strict=True))
+        best, known, terms, exact = (
+            x[0] if captured else torch.cat(x, 1) for x in zip(*parts, strict=True)
+        )
         drawn = drawn.repeat_interleave(best.shape[1] // groups, 0).expand(len(q), -1, -1)
         wanted = self.method.sample_size(terms, known, among).amax(2, keepdim=True)
         size = wanted.clamp(max=top - heavy)
