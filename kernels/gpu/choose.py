@@ -88,7 +88,7 @@ def weights(
             lses,
             out,
             scale,
-            logits.stride(2),
+            logits.flatten(0, 2).stride(0),  # a group of one head has no stride of its own
             max(bound, count),
             out.stride(1),
             pieces,
