@@ -37,7 +37,7 @@ def built(name: str) -> ModuleType:
             spec.loader.exec_module(module)
         except ImportError as error:  # a compiler that does not know this processor
             pytest.skip(str(error))
-    assert name == "rebuild" or module.FAST[BF16]
+    assert name in ("rebuild", "alike") or module.FAST[BF16]
     return module
 
 
@@ -63,6 +63,13 @@ def test_keys_rebuilt_on_tiles_equal_their_definition(case: OpCase, rebuild: Mod
         pytest.skip(reason)
     wanted = OPS[case.op].backend(REFERENCE).run(*converted(args, torch.float64))
     assert_close(rebuild.rebuild_keys(*args).double(), wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_keys_that_are_alike_on_tiles_are_those_in_fp32() -> None:
+    alike = built("alike")
+    for units, threshold in (case.args for case in cases() if case.op == "last_alike"):
+        wanted = OPS["last_alike"].backend(REFERENCE).run(units, threshold)
+        assert_close(alike.last_alike(units, threshold), wanted)
 
 
 @pytest.mark.parametrize("case", [case for case in cases() if case.op in COMPUTED], ids=str)
