@@ -190,6 +190,16 @@ def decode_rows(
     return k, v if recent is None else with_recent(v, *recent)
 
 
+def decoded_tokens(
+    coded: Codes, blocks: Tensor | None, recent: tuple[Tensor, Tensor] | None
+) -> int:
+    """Return how many tokens `decode_rows` decodes; the shape of a `Ragged` may be larger than any
+    sequence."""
+    if blocks is not None:
+        return blocks.shape[2]
+    return coded.k.shape[2] if recent is None else recent[0].shape[2]
+
+
 def with_recent(v: Tensor, exact: Tensor, unused: Tensor) -> Tensor:
     """Return values [B G K D] in which all but the first `unused` ([1] or [B]) are `exact`."""
     tokens = torch.arange(v.shape[2], device=v.device).view(-1, 1)

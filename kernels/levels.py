@@ -41,6 +41,12 @@ class CodedLevels(NamedTuple):
     bits: int
     seed: int | None  # of the matrix behind the signs; None: there is no residual bit
 
+    @property
+    def all_four(self) -> tuple[Tensor, ...]:
+        """Return four tensors, as `Coded.all_four` does: codes of keys, codes of values, then twice
+        the norms, in the places of the ranges of keys and of values."""
+        return self.k, self.v, self.norms, self.norms
+
     def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the keys and values as numbers of `dtype`, [B G S dim] each."""
         of_key, of_value, *of_missed = self.norms.float().split(1, -1)

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.coded import Coded, CodedFloats, Codes, under_one_softmax, with_recent
+from kernels.coded import (
+    Coded,
+    CodedFloats,
+    Codes,
+    decoded_tokens,
+    under_one_softmax,
+    with_recent,
+)
 from kernels.cpu.ffi.bindings import (
     FieldGroup,
     Function,
@@ -132,15 +139,12 @@ def decode_rows(
     """Turn codes of the tokens `rows` (None: all) back into keys and values [B G K D], as
     kernels/coded.py defines it."""
     listed = [None if x is None else x.long().contiguous() for x in (rows, blocks)]
-    batch, groups, count, _ = coded.k.shape
-    if rows is not None:
-        count = rows.shape[2]
-    elif recent is not None:  # the shape of a `Ragged` may be larger than any sequence
-        count = recent[0].shape[2]
+    (batch, groups, *_), counts = coded.k.shape, None if rows is not None else _counts(coded)
+    count = decoded_tokens(coded, rows if blocks is None else blocks, recent)
     k, v = (torch.empty((batch, groups, count, coded.dim), dtype=dtype) for _ in range(2))
     if count:
         _library.decode_rows(
-            k_out=k, v_out=v, **_described(coded), counts=None if rows is not None else _counts(coded),
+            k_out=k, v_out=v, **_described(coded), counts=counts,
             rows=listed[0], blocks=listed[1], pairs=batch * groups, groups=groups, count=count,
         )  # fmt: skip
     return k, v if recent is None else with_recent(v, *recent)
@@ -162,27 +166,29 @@ def decode_rows_refuses(
 
 def _described(coded: Codes) -> dict[str, Any]:
     """Return the fields of `CODES`, each with its prefix."""
-    kind, bits, key_bits, block = 0, 8, 8, 1
+    levels: tuple[Tensor | None, ...] = None, None
     if isinstance(coded, Coded):
-        ranges, bits, block = coded.kind
-        tensors: tuple[Any, ...] = coded.all_four
+        kind, (ranges, bits, block) = 0, coded.kind
     elif isinstance(coded, CodedFloats):
-        kind, ranges, tensors = 1, 2, coded.all_four
+        kind, ranges, bits, block = 1, 2, 8, 1
     else:
-        kind, bits, ranges = 2, coded.bits, coded.norms.shape[3]
-        tensors = coded.k, coded.v, coded.norms, coded.norms
-        key_bits = bits - (coded.seed is not None)
-    fields: dict[str, Any] = {}
-    for name, x in zip(("k", "v", "k_range", "v_range"), tensors, strict=True):
-        fields |= {name: first_of(x), f"{name}_table": x.table if isinstance(x, Ragged) else None}
-    tables = (
-        level_table(coded.dim, number, torch.device("cpu")) if kind == 2 else None
-        for number in (bits, key_bits)
-    )
-    fields |= dict(zip(("levels", "key_levels"), tables, strict=True))
-    fields |= {"residual": sqrt(pi / 2) / coded.dim, "kind": kind, "bits": bits, "block": block}
-    fields |= {"ranges": ranges, "dim": coded.dim}
-    return {f"codes_{name}": value for name, value in fields.items()}
+        kind, ranges, bits, block = 2, coded.norms.shape[3], coded.bits, 1
+        of_each = bits, bits - (coded.seed is not None)  # values, keys
+        levels = tuple(level_table(coded.dim, x, torch.device("cpu")) for x in of_each)
+    described: dict[str, Any] = {
+        "codes_levels": levels[0],
+        "codes_key_levels": levels[1],
+        "codes_residual": sqrt(pi / 2) / coded.dim,
+        "codes_kind": kind,
+        "codes_bits": bits,
+        "codes_block": block,
+        "codes_ranges": ranges,
+        "codes_dim": coded.dim,
+    }
+    for name, x in zip(("k", "v", "k_range", "v_range"), coded.all_four, strict=True):
+        described[f"codes_{name}"] = first_of(x)
+        described[f"codes_{name}_table"] = x.table if isinstance(x, Ragged) else None
+    return described
 
 
 def _counts(coded: Codes) -> Tensor | None:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.coded import Coded, CodedFloats, Codes
+from kernels.coded import Coded, CodedFloats, Codes, decoded_tokens
 from kernels.gpu.common import (
     DTYPES,
     Rows,
@@ -119,7 +119,7 @@ def decode_rows(
     shares (None: they stand in order); `recent` holds exact values, and how many are not used."""
     assert isinstance(coded, Steps)
     (batch, groups, *_), dim = coded.k.shape, coded.dim
-    count, at_once = _decoded_tokens(coded, blocks, recent), max(1, _TILE // padded(dim))
+    count, at_once = decoded_tokens(coded, blocks, recent), max(1, _TILE // padded(dim))
     reader = coded.k.device  # of a `Ragged`, the device that reads it
     k, v = (torch.empty((batch, groups, count, dim), dtype=dtype, device=reader) for _ in range(2))
     exact, unused = (None, None) if recent is None else (recent[0].contiguous(), recent[1])
@@ -151,7 +151,7 @@ def decode_rows_refuses(
     if dtype not in DTYPES:
         return f"makes float32, bfloat16 and float16, got {dtype}"
     (batch, groups, stored, _), listed = coded.k.shape, [x for x in (rows, blocks) if x is not None]
-    count = _decoded_tokens(coded, blocks, recent)
+    count = decoded_tokens(coded, blocks, recent)
     for numbers in listed:
         if reason := unfit_shape(numbers, batch, groups, count):
             return reason
@@ -169,16 +169,6 @@ def decode_rows_refuses(
         or (None if blocks is not None else _unfit_blocks(cast(Steps, coded)))
         or unfit(*listed)
     )
-
-
-def _decoded_tokens(
-    coded: Codes, blocks: Tensor | None, recent: tuple[Tensor, Tensor] | None
-) -> int:
-    """Return how many tokens `decode_rows` decodes; the shape of a `Ragged` may be larger than any
-    sequence."""
-    if blocks is not None:
-        return blocks.shape[2]
-    return coded.k.shape[2] if recent is None else recent[0].shape[2]
 
 
 @triton.constexpr_function
