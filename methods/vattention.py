@@ -46,6 +46,7 @@ from methods.parts import costs
 
 _STEP, _MIX = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # SplitMix64
 _HEADS = 1 << 32  # draws of a head in a step, more than any sample has
+_LONG = 1 << 16  # tokens from which on heads that are weighed one by one save more than they cost
 
 
 class VAttentionRead(Select, capturable=True):
@@ -69,15 +70,16 @@ class VAttentionRead(Select, capturable=True):
         grouped = q.view(q.shape[0], groups, self.spec.group, -1)
         always = always_lse(self.always_read(), grouped, self.spec)
         drawn = self._draws(top - heavy, among)
-        # on a CPU one KV head after the other, whose weights then stay in its cache
-        captured = self.cache.counters.running or queues(self.request.device)
-        at_once = groups if captured else 1
+        # on a CPU, one KV head of many tokens after the other, whose weights then stay in its cache
+        one_by_one = among >= _LONG and not (
+            self.cache.counters.running or queues(self.request.device)
+        )
         parts = (
             self._weighed(grouped[:, part], keys[:, part], always[:, part], drawn[part], heavy)
-            for part in pieces(groups, at_once=at_once)
+            for part in pieces(groups, at_once=1 if one_by_one else groups)
         )
         best, known, terms, exact = (
-            x[0] if captured else torch.cat(x, 1) for x in zip(*parts, strict=True)
+            torch.cat(x, 1) if one_by_one else x[0] for x in zip(*parts, strict=True)
         )
         drawn = drawn.repeat_interleave(best.shape[1] // groups, 0).expand(len(q), -1, -1)
         wanted = self.method.sample_size(terms, known, among).amax(2, keepdim=True)

@@ -17,6 +17,9 @@ inline bool has_tiles() {
     return allowed;
 }
 
+// Compilers do not know what memory the intrinsics of tiles read: here all that was stored before is there.
+#define SETTLE_MEMORY asm volatile("" ::: "memory")
+
 // While it lives, each of this thread's eight tiles has 16 rows of 64 bytes.
 struct Tiles {
     explicit Tiles(bool on) : on(on) {
@@ -26,6 +29,7 @@ struct Tiles {
             uint8_t rows[16] = {};
         } config;
         for (int i = 0; i < 8; i++) config.bytes[i] = LINE, config.rows[i] = 16;
+        SETTLE_MEMORY;
         if (on) _tile_loadconfig(&config);
     }
     ~Tiles() {
@@ -41,6 +45,8 @@ struct Tiles {
 #define TILE_DOT(sum, a, b) _tile_dpbf16ps(sum, a, b)
 
 #else
+
+#define SETTLE_MEMORY
 
 // Returns whether tests asked for the plain tiles.
 inline bool has_tiles() {
@@ -85,6 +91,7 @@ template <bool ADD>
 inline void multiply_tiles(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, float* c,
                            int64_t c_stride, int steps) {
     const int64_t a_bytes = 4 * a_stride, b_bytes = 4 * b_stride, c_bytes = 4 * c_stride;
+    SETTLE_MEMORY;
     if (ADD) {
         TILE_LOAD(0, c, c_bytes);
         TILE_LOAD(1, c + 16, c_bytes);

@@ -32,11 +32,12 @@ inline void widen_halves(const void* from, int count, float* to) {
 // Writes codes of BITS each, one to a byte: those of all lowest bits come first. `bytes` is the length of the packed row; up
 // to 64 bytes behind the codes are written too.
 template <int BITS> inline void spread(const char* row, int bytes, uint8_t* codes) {
-    for (int i = 0; i < bytes; i += LINE) {
-        u8s part = bytes - i < LINE ? load_part<u8s>(row + i, bytes - i) : load<u8s>(row + i);
-        UNROLL for (int place = 0; place < 8 / BITS; place++)
+    // Place by place: what the last store of one writes too far, the first of the next overwrites.
+    UNROLL for (int place = 0; place < 8 / BITS; place++)
+        for (int i = 0; i < bytes; i += LINE) {
+            u8s part = bytes - i < LINE ? load_part<u8s>(row + i, bytes - i) : load<u8s>(row + i);
             store(codes + place * bytes + i, part >> uint8_t(place * BITS) & uint8_t((1 << BITS) - 1));
-    }
+        }
 }
 
 // Repeats a row of 8, 16 or 32 bytes up to a vector.

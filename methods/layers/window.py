@@ -107,7 +107,12 @@ class WindowLayer(KVLayer, capturable=True):
 
     def _followed_by(self, x: AttnInput) -> Tensor:
         """Return the keys and values of the window followed by those of `x`, [2 B G S D]."""
-        return torch.cat([*self._in_order(), torch.stack([x.k, x.v])], 3)
+        older = self._in_order()
+        count = x.k.shape[2] + sum(part.shape[3] for part in older)
+        rows = x.k.new_empty(2, *x.k.shape[:2], count, x.k.shape[3])
+        for side, (out, new) in enumerate(zip(rows, (x.k, x.v), strict=True)):
+            torch.cat([*(part[side] for part in older), new], 2, out=out)
+        return rows
 
     def _take(self, x: AttnInput) -> Tensor:
         """Store a prompt chunk: its last tokens become the ring. Return keys and values [2 B G S D]

@@ -30,6 +30,7 @@ SHAPES = {
     "int4": Shape(4, 1, 9, 3, 64, 160, 16, 2),
     "int2": Shape(2, 1, 5, 1, 128, 192, 64, 8),
     "int4-dim96": Shape(4, 1, 4, 2, 96, 64, 32, 3),
+    "int4-dim192": Shape(4, 1, 4, 2, 192, 64, 32, 6),  # rows of more than one vector, and no whole number of them
     "int2-dim24": Shape(2, 1, 4, 2, 24, 32, 16, 3),  # rows of six bytes
     "int8-dim80-blocks-of-48": Shape(8, 1, 12, 1, 80, 144, 48, 1),  # a head's last vector is a row's last, too
 }
@@ -78,6 +79,7 @@ def levels(shape: Sequence[int], bits: int, seed: int | None, spare: int = 0) ->
 LEVELS = {  # bits, and whether keys have signs
     "tq2": (2, None, (1, 2, 70, 128)), "tq3": (3, None, (2, 1, 33, 64)), "tq4": (4, None, (1, 2, 1100, 64)),
     "tq2q": (2, 5, (1, 1, 40, 64)), "tq3q-dim80": (3, 5, (1, 2, 40, 80)), "tq4q": (4, 5, (2, 2, 70, 128)),
+    "tq4-dim192": (4, None, (1, 2, 70, 192)),
 }  # fmt: skip
 FLOATS = {"fp8": (2, 2, 190, 128), "fp8-dim96": (1, 3, 33, 96)}
 
