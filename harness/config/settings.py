@@ -63,9 +63,9 @@ TEMPLATE_KEYWORDS = {
 }
 # what is no setting, and what does its work
 INSTEAD = {
-    "budget_bytes": "write bytes as budget=64MiB.",
-    "align": "budget_rule says what a budget counts.",
-    "threads": "set OMP_NUM_THREADS in the environment.",
+    "budget_bytes": "write bytes as budget=64MiB",
+    "align": "budget_rule says what a budget counts",
+    "threads": "set OMP_NUM_THREADS in the environment",
 }
 # of the examples that harness.tune chooses parameters by; no table is about them
 TUNING_SEED = 271_828
@@ -474,7 +474,11 @@ class Settings:
         check_values(self, RANGES)
         budget = self.budget
         if isinstance(budget, str):
-            budget = size("budget", budget)
+            if (given := size("budget", budget)) < 1:
+                raise SettingsError(
+                    f"budget={budget} is no room for keys: give 1B or more, as 64MiB."
+                )
+            budget = given
             self.budget = f"{budget}B"  # however it is written, the run is the same
         try:
             Budget(1.0 if budget is None else budget)
@@ -491,10 +495,10 @@ class Settings:
     def _clashes(self) -> Iterator[str]:
         """Yield a sentence for each combination of settings that exclude each other, with the
         remedy."""
-        if isinstance(self.budget, str) and (self.dense_layers or self.budget_rule != "read"):
+        other = "dense_layers" if self.dense_layers else f"budget_rule={self.budget_rule}"
+        if isinstance(self.budget, str) and other != "budget_rule=read":
             yield (
-                f"budget={self.budget} limits the bytes of all layers on the device: leave dense_layers and "
-                f"budget_rule={self.budget_rule} out."
+                f"budget={self.budget} limits the bytes of all layers on the device: leave {other} out."
             )
         if self.budget_generated is not None and self.budget is None:
             yield "budget_generated goes with a budget: set one; budget=1.0 leaves the prompt whole."
@@ -623,7 +627,7 @@ def settings_of(config: Mapping[str, Any]) -> Settings:
 def unknown_setting(key: str) -> str:
     """Return a sentence on a key that is no setting, with the nearest setting or parameter."""
     if key in INSTEAD:
-        return f"There is no setting {key}; {INSTEAD[key]}"
+        return f"There is no setting {key}; {INSTEAD[key]}."
     own = [
         f"{group}.{name}" for group in GROUPS for entry in entries(group) for name in entry.values()
     ]

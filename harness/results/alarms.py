@@ -20,7 +20,13 @@ from methods.tiers.tier import DEVICE, TIERS, bytes_key
 
 RED = ("above_full", "same_as_full")
 SHARED = "shared_machine"
-HARDWARE = ("cpu", "device_name", "cpus_usable", "memory_bytes")  # what tells machines apart
+HARDWARE = (
+    "cpu",
+    "device_name",
+    "cpus_usable",
+    "threads",
+    "memory_bytes",
+)  # what tells machines apart
 # of answers that are not fully right; right answers are alike whoever gives them
 MIN_WRONG_TOKENS = 100
 NEAR = 0.1  # a Full this close to guessing leaves no room to lose

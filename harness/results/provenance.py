@@ -3,6 +3,7 @@ machine."""
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import platform
@@ -19,10 +20,12 @@ from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any
 
+from harness.results.identity import meaning
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("harness", "methods", "kernels", "evals")
 SOURCES = (".py", ".cpp", ".hpp", ".yaml", ".json")  # .json: prompt templates
-PROSE = re.compile(r'"""[\s\S]*?"""|(?:^ *|  )(?:#|//) .*', re.MULTILINE)
+PROSE = re.compile(r"(?:^ *|  )// .*", re.MULTILINE)  # of C++
 DISTRIBUTIONS = (
     "torch",
     "transformers",
@@ -59,23 +62,35 @@ def source_hash(root: Path = ROOT) -> str:
 
 @cache
 def code_hash(module: str, root: Path = ROOT) -> str | None:
-    """Return a hash over the code of a module and of all that it imports from its own package, with
-    the C++ that it builds, without comments and docstrings; None if there is no such module."""
+    """Return a hash over the code of a module and of all that it imports below `root`, with the C++
+    that it builds, without comments, docstrings and layout; None if there is no such module."""
     finder = ModuleFinder([str(root)])
     try:
         finder.import_hook(module)
     except ImportError:
         return None
-    files = set[Path]()
-    for name, found in finder.modules.items():
-        path = vars(found)["__file__"]  # None for what is built in
-        if path is not None and name.startswith(module.partition(".")[0]):
-            file = Path(path)
-            compiled = file.with_suffix(".cpp"), file.with_name("team.cpp")
-            files |= {file, *compiled, *file.parent.glob("*.hpp")}
-    texts = [file.read_text(encoding="utf-8") for file in sorted(files) if file.is_file()]
-    code = PROSE.sub("", "\n".join(texts)).split()
-    return hashlib.sha256(" ".join(code).encode()).hexdigest()[:12]
+    found = (vars(one)["__file__"] for one in finder.modules.values())  # None: built in
+    files = {file for file in map(Path, filter(None, found)) if file.is_relative_to(root)}
+    files |= {
+        compiled
+        for file in files
+        if file.with_suffix(".cpp").is_file()
+        for compiled in (
+            file.with_suffix(".cpp"),
+            *file.parent.glob("*.hpp"),
+            *file.parent.glob("team.cpp"),
+        )
+    }
+    code = "\n".join(_code(file) for file in sorted(files))
+    return hashlib.sha256(code.encode()).hexdigest()[:12]
+
+
+def _code(file: Path) -> str:
+    """Return what a source file says to a compiler."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".py":
+        return meaning(ast.parse(text))
+    return " ".join(PROSE.sub("", text).split())
 
 
 def git() -> dict[str, Any]:

@@ -225,6 +225,8 @@ def launch(
     overrides that choose and configure the launcher; `root`: results.root, below which submitit
     keeps the output of its jobs."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if threads := os.environ.get("OMP_NUM_THREADS"):  # else joblib gives each worker's MKL a share
+        os.environ.setdefault("MKL_NUM_THREADS", threads)
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
         hydra: Any = GlobalHydra.instance().hydra
         name = words_of(words).get(LAUNCHER, "basic")

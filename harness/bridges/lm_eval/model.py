@@ -36,6 +36,7 @@ from harness.config.catalogue import plain
 from harness.config.compose import built, composed
 from harness.config.entry import LM_EVAL
 from harness.config.settings import ENTRIES, Settings, SettingsError
+from harness.config.settings import INSTEAD as GONE
 from harness.config.values import orders
 from harness.engine.engine import Engine, NotFiniteError
 from harness.engine.graph import CudaGraphs
@@ -78,6 +79,7 @@ OWN = (
     "think_end_token",
 )  # fmt: skip; the other arguments of `KVHarnessLM`
 INSTEAD = {
+    **GONE,
     "thinking": "set enable_thinking",
     "too_long": "what is too long is cut on the left, as by lm-eval's hf",
     "pretrained": "set model=hf and model.name",

@@ -19,7 +19,7 @@ from harness.config.catalogue import GROUPS
 from harness.config.compose import built, combinations, composed
 from harness.config.entry import SERVE
 from harness.config.plugins import suggestion
-from harness.config.settings import ENTRIES, KEYS
+from harness.config.settings import ENTRIES, INSTEAD, KEYS, unknown_setting
 from harness.config.values import ABOVE_0, FROM_0, FROM_1, SettingsError, check_values
 from harness.jobs.examples import PreparedExample
 from harness.jobs.job import Job
@@ -109,6 +109,8 @@ def _refuse_unread(key: str) -> None:
         raise SettingsError(
             f"{key} changes nothing for harness.serve: leave it out. docs/conversations.md says what it reads."
         )
+    if key in INSTEAD:
+        raise SettingsError(unknown_setting(key))
     raise SettingsError(f"There is no setting {key}{suggestion(key, (*OWN, *READ, *GROUPS))}")
 
 

@@ -124,8 +124,12 @@ def test_code_hash_sees_code_that_is_imported_or_compiled_and_no_prose(tmp_path:
     first = hashed()
     prose = [("fast.py", '"""Says."""\n# says\n'), ("fast.cpp", "// says\n"), ("other.py", "y = 2\n")]
     assert {hashed(*change) for change in prose} == {first}
-    changed = [hashed(name, "y = 2;\n") for name in ("fast.py", "shared.py", "fast.cpp", "simd.hpp")]
-    assert len({first, *changed}) == 5
+    changes = [(name, "y = 2;\n") for name in ("fast.py", "shared.py", "fast.cpp", "simd.hpp")]
+    # where a line stands in Python, and a text that C++ is made of, say something
+    changes += [
+        ("fast.py", text) for text in ("if x:\n    x = 2\n    x = 3\n", "if x:\n    x = 2\nx = 3\n", 'z = """a"""\n')
+    ]
+    assert len({first, *(hashed(*change) for change in changes)}) == 8
     assert code_hash("ours.gone", tmp_path) is None
 
 
