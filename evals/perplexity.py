@@ -85,7 +85,7 @@ class WikiText2(Task):
             )
 
     def score(self, example: Example, output: str) -> Score:
-        return likelihood(output)
+        return likelihood(example, output)
 
     def averages(
         self, groups: Mapping[str, float], details: Mapping[str, float] | None = None
@@ -108,9 +108,16 @@ class WikiText2(Task):
         )
 
 
-def likelihood(output: str) -> Score:
-    """Score a reference that was fed by force by its likelihood per token."""
-    nll = float(output)
+def likelihood(example: Example, output: str) -> Score:
+    """Score the reference of an example, which was fed by force, by its likelihood per token."""
+    try:
+        nll = float(output)
+    except ValueError:
+        nll = math.nan
+    if not 0 <= nll < math.inf:
+        raise TaskError(
+            f"{example.id}: output {output[:40]!r} is no mean negative log-likelihood: feed the reference by force"
+        )
     return Score(math.exp(-nll), {"nll": nll})
 
 

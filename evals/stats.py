@@ -244,31 +244,37 @@ def shift(costs: Sequence[float], baseline: Sequence[float], units: Units = None
     size = len(differences)
     first, second = np.triu_indices(size)
     means = np.sort((differences[first] + differences[second]) / 2)
-    distribution = _distribution(size)
     fewer = min(int((means <= 0).sum()), int((means >= 0).sum()))
     # the shifts that the test does not refute lie between two of the means, unless there are too few
-    most = int(np.searchsorted(distribution, ALPHA / 2))
+    most, at_most = _tails(size, fewer)
     return Shift(
         n=size,
         mean=float(differences.mean()),
         diff=float(np.median(means)),
         ci=Interval(float(means[most - 1]), float(means[-most])) if most else None,
-        p=min(1.0, 2 * float(distribution[fewer])),
+        p=min(1.0, 2 * at_most),
     )
 
 
-@lru_cache(maxsize=4)
+def _tails(size: int, count: int) -> tuple[int, float]:
+    """Return the least signed-rank statistic of `size` differences that the test does not refute,
+    and the probability that it is at most `count`."""
+    if size <= EXACT:
+        distribution = _distribution(size)
+        return int(np.searchsorted(distribution, ALPHA / 2)), float(distribution[count])
+    # here, because a bare GPU machine, whose tests import this module, has none
+    from scipy import special
+
+    mean = size * (size + 1) / 4
+    deviation = math.sqrt(size * (size + 1) * (2 * size + 1) / 24)
+    most = math.ceil(mean - 0.5 + deviation * special.ndtri(ALPHA / 2))
+    return most, float(special.ndtr((count + 0.5 - mean) / deviation))
+
+
+@lru_cache(maxsize=64)
 def _distribution(size: int) -> Floats:
     """Return P(signed-rank statistic <= w) for each w, where every rank from 1 to `size` has either
     sign with probability 1/2."""
-    if size > EXACT:
-        # here, because a bare GPU machine, whose tests import this module, has none
-        from scipy import special
-
-        counts = np.arange(size * (size + 1) // 2 + 1)
-        deviation = math.sqrt(size * (size + 1) * (2 * size + 1) / 24)
-        normal: Floats = special.ndtr((counts + 0.5 - size * (size + 1) / 4) / deviation)
-        return normal
     shares = np.ones(1)
     for rank in range(1, size + 1):
         apart = np.zeros(rank)

@@ -115,7 +115,7 @@ class Multiturn(Task):
     def score(self, example: Example, output: str) -> Score:
         if not example.teacher_forced:
             return NEEDLES["magic_city"].score(example.references, output)
-        return likelihood(output)
+        return likelihood(example, output)
 
     def averages(
         self, groups: Mapping[str, float], details: Mapping[str, float] | None = None

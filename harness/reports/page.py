@@ -6,7 +6,6 @@ from __future__ import annotations
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from itertools import zip_longest
 from pathlib import Path
 from string import Template
 
@@ -103,7 +102,8 @@ def table_html(
     shown = [column for column in table.columns if not column.empty]
     heads = "".join(map(_head, shown)) + "<th class=left scope=col>command</th>" * bool(commands)
     columns = [_cells(column, row_head=not place) for place, column in enumerate(shown)]
-    rows = zip_longest(zip(*columns, strict=True), attributes, commands, fillvalue="")
+    none = [""] * len(shown[0].cells)
+    rows = zip(zip(*columns, strict=True), attributes or none, commands or none, strict=True)
     body = "\n".join(
         f"<tr{kept}>{''.join(cells)}{f'<td class=left>{last}</td>' * bool(last)}</tr>"
         for cells, kept, last in rows
@@ -124,7 +124,8 @@ def _cells(column: Column, row_head: bool) -> Iterator[str]:
     """Yield the HTML cells of a column, with the number that its head sorts them by: none for an unknown one.
     `row_head`: True if they name their rows; they may break behind an underscore."""
     tag = "th scope=row" if row_head else "td"
-    for cell, value in zip_longest(column.cells, column.values):
+    values = column.values or [None] * len(column.cells)
+    for cell, value in zip(column.cells, values, strict=True):
         sorted_by = f' data-value="{"" if value is None else value}"' if column.values else ""
         text = escape(cell).replace("_", "_<wbr>") if row_head else escape(cell)
         yield f"<{tag}{_left(column)}{sorted_by}>{text}</{tag[:2]}>"

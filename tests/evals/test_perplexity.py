@@ -31,6 +31,9 @@ def test_every_token_behind_the_first_context_is_scored_once(tmp_path: Path, str
     scored = "".join(example.references[0] for example in examples)
     assert text.startswith(text[:12] + scored)
     assert len(text.encode()) - len((text[:12] + scored).encode()) < 8
+    for output in ("Yes.", "nan", "-1", "inf"):
+        with pytest.raises(TaskError, match=f"{examples[0].id}: output '{output}' is no mean negative log-likelihood"):
+            task().score(examples[0], output)
     for example in examples:
         assert example.context + example.references[0] in text
         assert (example.chat, example.teacher_forced) == (False, True)

@@ -13,6 +13,8 @@ from evals.base import Example, TaskEnv, TaskError
 from evals.ruler import Ruler, effective_length, qa, weighted_averages
 from tests.evals.counting import CountedText
 
+NEEDLES = ["niah_single_2", "niah_single_3"]
+
 
 def ruler(**changes: Any) -> Ruler:
     fields = {"tasks": ["niah_single_2", "vt"], "lengths": [600], "samples": 2, "haystack": "auto", "source": None}
@@ -37,18 +39,20 @@ def test_cached_prompts_need_no_tokenizer_unless_their_file_is_cut_short(tmp_pat
     assert list(ruler(**several).examples(env(cache_dir=tmp_path / "file"))) == made[0]
 
 
-@pytest.mark.parametrize("change", [{"seed": 43}, {"fingerprint": "other"}, {"samples": 3}, {"essay": "Other. Text."}])
+@pytest.mark.parametrize(
+    "change", [{"seed": 43}, {"fingerprint": "other"}, {"samples": 3}, {"questions": 2}, {"essay": "Other. Text."}]
+)
 def test_what_shapes_prompts_is_recorded_and_not_taken_from_the_cache(tmp_path: Path, change: dict[str, Any]) -> None:
     root = tmp_path / "data"
     root.mkdir()
     essays = root / "PaulGrahamEssays.json"
     essays.write_text(json.dumps({"text": "Some words. " * 50}))
-    list(ruler().examples(env(cache_dir=tmp_path, data_root=root)))
+    list(ruler(tasks=NEEDLES).examples(env(cache_dir=tmp_path, data_root=root)))
     text = CountedText()
     text.fingerprint = change.get("fingerprint", text.fingerprint)
     essays.write_text(json.dumps({"text": change.get("essay", "Some words. " * 50)}))
     changed = env(text, cache_dir=tmp_path, data_root=root, seed=change.get("seed", 42))
-    task = ruler(samples=change.get("samples", 2))
+    task = ruler(tasks=NEEDLES, samples=change.get("samples", 2), questions=change.get("questions", 1))
     list(task.examples(changed))
     assert text.calls > 0
     named = task.provenance()

@@ -109,6 +109,11 @@ def test_scores_are_the_official_ones_to_the_last_digit(vector: dict[str, Any], 
     assert SCBench().score(example, vector["output"]).value == vector["score"]
 
 
+def test_a_skill_has_an_average_where_all_its_tasks_ran() -> None:
+    groups = dict.fromkeys(("scbench_kv", "scbench_prefix_suffix", "scbench_vt", "scbench_mf"), 0.5)
+    assert SCBench().averages_of(groups) == {"string_retrieval": 0.5}
+
+
 def test_long_contexts_are_cut_in_the_middle_and_stay_shared(write: Callable[..., Path]) -> None:
     row = {**PROMPTS["scbench_qa_eng"]["row"], "context": " ".join(f"word{i}" for i in range(600))}
     root = write(scbench_qa_eng=[row])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 
 from evals.base import Example, TaskEnv
 from evals.niah import Niah
 from harness.config.settings import GenerationSettings, SettingsError
+from harness.engine.engine import Engine
 from harness.engine.facts import held
 from harness.results.measures import MEASURES
 from harness.results.records import Record
@@ -93,6 +96,23 @@ def test_each_example_gets_what_it_gets_alone(tmp_path: Path, changes: dict[str,
             record = replace(record, output=alone[name].output)
         assert own(record) == own(alone[name])
     assert len({record["kv_device_bytes"] for record in together.values()}) > 1
+
+
+def test_no_more_caches_are_held_than_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a prompt is prefilled, those that have ended are gone."""
+    caches, alive, plain = list[Any](), list[int](), Engine.cache
+
+    def counted(engine: Engine, *given: Any) -> Any:
+        gc.collect()
+        alive.append(sum(cache() is not None for cache in caches))
+        cache = plain(engine, *given)
+        caches.append(ref(cache))
+        return cache
+
+    monkeypatch.setattr(Engine, "cache", counted)
+    run(tmp_path, batch=3)
+    assert len(alive) == 6
+    assert max(alive) == 2
 
 
 @pytest.mark.tokens
