@@ -139,7 +139,7 @@ def _section(entry: Entry, presets: Sequence[Entry]) -> str:
     given = {name: text for name, text in entry.facts().items() if name not in COMPARED and text not in NONE}
     places = ((place, given.pop(f"on_{place}", "")) for place in ("device", "host"))
     held = "; ".join(f"on {place}: {text}" for place, text in places if text)
-    facts = [("held", held), *((_words(name), text) for name, text in given.items())]
+    facts = [("name", given.pop("name")), ("held", held), *((_words(name), text) for name, text in given.items())]
     parameters = [(code(given), meaning) for given, meaning in parameters_of(entry)]
     changed = [(code(f"method={preset.name}"), preset.headline) for preset in presets]
     released = [_beside_released(row) for row in stored() if row["method"] == entry.name]

@@ -27,6 +27,7 @@ _PACKAGE, _GRID = "# @package _global_", "hydra.sweeper.params."
 # The lines of a method's card, in this order: what a reader must know before comparing it with another. They stand in
 # the comment at the head of its yaml, where `{name}` is the value of a parameter.
 CARD = (
+    "name",  # in papers; of a yaml that does not write it, what stands before the colon in its first line
     "prefill",  # dense or sparse
     "rule",  # evicts or selects, and by what
     "unit",  # what is chosen: token, chunk, page, block
@@ -66,6 +67,22 @@ class Entry:
     def headline(self) -> str:
         """The first sentence of the comment that the file begins with."""
         return first_sentence(leading_comment(self.file))
+
+    def called(self) -> tuple[str, list[str]]:
+        """Return the name that papers print, such as SnapKV, and `key=value` of the parameters that
+        set a preset apart from what has that name alone. The name is that of a line `name` of the
+        card, or the words before the colon of the first sentence, or the file's; a preset without
+        such a line has the name of its base."""
+        if written := facts_in(leading_comment(self.file), ("name",)):
+            return written["name"], []
+        if self.base is None:
+            words, colon, _ = self.headline.partition(":")
+            return words if colon else self.name, []
+        name, changed = self.base.called()
+        usual = flatten(self.base.values())
+        mine = flatten(self.values())
+        differing = [key for key in mine if mine[key] != usual.get(key)]
+        return name, changed + [f"{key}={plain(mine[key])}" for key in differing]
 
     @property
     def base(self) -> Entry | None:
@@ -131,7 +148,9 @@ class Entry:
         """Return the lines of the card at the head of the yaml file (`CARD`), by name, with the
         values of parameters filled in."""
         values = {key: plain(value) for key, value, _ in self.parameters()}
-        return {name: text.format_map(values) for name, text in self._written_facts().items()}
+        written = self._written_facts()
+        name = {"name": bracketed(*self.called())} if written else {}
+        return {key: text.format_map(values) for key, text in (name | written | name).items()}
 
     def _written_facts(self) -> dict[str, str]:
         inherited = self.base._written_facts() if self.base else {}
@@ -167,6 +186,11 @@ class Entry:
             return ast.parse("")
         file = Path(spec.origin)
         return _syntax(file, *_stamp(file))
+
+
+def bracketed(name: str, words: Sequence[str]) -> str:
+    """Return a name with what sets it apart in brackets: SnapKV (kernel=15)."""
+    return f"{name} ({', '.join(dict.fromkeys(words))})" if words else name
 
 
 def leading_comment(file: Path) -> list[str]:

@@ -44,7 +44,7 @@ def titles(runs: Sequence[StoredRun], keys: Sequence[str]) -> list[str]:
     usual = recorded_defaults()
     settings = [flatten({key: run.config.get(key, usual.get(key)) for key in keys}) for run in runs]
     for known in (settings, [given(run) for run in runs]):
-        more = _among_namesakes(names, known)
+        more = among_namesakes(names, known, [""] * len(runs))
         names = [" ".join([title, *words]) for title, words in zip(names, more, strict=True)]
     return names
 
@@ -64,23 +64,33 @@ def labels(runs: Sequence[StoredRun]) -> list[str]:
     in which rows of that name differ, parameters that are not the preset's, and settings of the run
     that are not at their defaults and differ among the rows. No two rows have the same label and
     budget."""
+    return [" ".join(words) for words in label_words(runs, [""] * len(runs))]
+
+
+def label_words(runs: Sequence[StoredRun], tables: Sequence[str]) -> list[list[str]]:
+    """Return the words of a label for each row of several tables, the method's name first. A method
+    has the same label in all tables, so settings in which only tables differ are not named.
+    `tables`: the table that each run stands in."""
     names = [name(run, "method") for run in runs]
     settings = [_settings(run) for run in runs]
     parts = zip(
-        _among_namesakes(names, settings),
+        among_namesakes(names, settings, tables),
         _changed(runs, settings),
-        _unusual(runs, settings),
+        _unusual(runs, settings, tables),
         strict=True,
     )
-    full = [
-        " ".join(dict.fromkeys([name, *chain(*words)]))
+    labels = [
+        list(dict.fromkeys([name, *chain(*words)]))
         for name, words in zip(names, parts, strict=True)
     ]
-    rows = [(label, str(run.config.get("budget"))) for label, run in zip(full, runs, strict=True)]
+    rows = [
+        (table, " ".join(words), str(run.config.get("budget")))
+        for table, words, run in zip(tables, labels, runs, strict=True)
+    ]
     alike, marks = Counter(rows), _marks(runs)
     return [
-        f"{label} {mark}" if alike[row] > 1 else label
-        for label, row, mark in zip(full, rows, marks, strict=True)
+        [*words, *[mark] * (alike[row] > 1)]
+        for words, row, mark in zip(labels, rows, marks, strict=True)
     ]
 
 
@@ -120,13 +130,17 @@ def budget(summary: Mapping[str, Any]) -> str:
     return (f"{100 * size:g}%" if isinstance(size, float) else str(size or "")) + in_all
 
 
-def _among_namesakes(names: Sequence[str], settings: Sequence[Flat]) -> Iterator[list[str]]:
-    """Yield, for each row, `key=value` of the settings in which it differs from rows of the same
-    name."""
-    rivals = defaultdict[str, list[Flat]](list)
-    for name, mine in zip(names, settings, strict=True):
-        rivals[name].append(mine)
-    differing = {name: _differing(some) for name, some in rivals.items()}
+def among_namesakes(
+    names: Sequence[str], settings: Sequence[Flat], tables: Sequence[str]
+) -> Iterator[list[str]]:
+    """Yield, for each row, `key=value` of the settings in which rows of its name differ within a
+    table."""
+    rivals: dict[str, tuple[list[Flat], list[str]]] = defaultdict(lambda: ([], []))
+    for name, mine, table in zip(names, settings, tables, strict=True):
+        some, places = rivals[name]
+        some.append(mine)
+        places.append(table)
+    differing = {name: _differing(*some) for name, some in rivals.items()}
     yield from (
         spelled_out(mine, differing[name]) for name, mine in zip(names, settings, strict=True)
     )
@@ -148,9 +162,11 @@ def _changed(runs: Sequence[StoredRun], settings: Sequence[Flat]) -> Iterator[li
         yield spelled_out(mine, changed)
 
 
-def _unusual(runs: Sequence[StoredRun], settings: Sequence[Flat]) -> Iterator[list[str]]:
+def _unusual(
+    runs: Sequence[StoredRun], settings: Sequence[Flat], tables: Sequence[str]
+) -> Iterator[list[str]]:
     """Yield, for each row, `key=value` of the run's settings that are not at the default of its
-    device, if the rows of the table differ in them. A setting for which a row's method has no use
+    device, if the rows of a table differ in them. A setting for which a row's method has no use
     is ignored there.
 
     What stands above every table anyway (harness/reports/conditions.py) is left out.
@@ -166,7 +182,7 @@ def _unusual(runs: Sequence[StoredRun], settings: Sequence[Flat]) -> Iterator[li
                 and not (key in mine and mine[key] == NEUTRAL[key] != value)
             }
         )
-    differing = [*_differing(own), *ALWAYS_NAMED]
+    differing = [*_differing(own, tables), *ALWAYS_NAMED]
     for mine, values, known in zip(settings, own, usual, strict=True):
         unusual = [key for key in differing if values.get(key, known[key]) != known[key]]
         yield spelled_out(mine, unusual)
@@ -179,11 +195,14 @@ def _defaults(device: str) -> Flat:
     return {key: value for key, value in known.items() if key not in SAID_BY_TABLE}
 
 
-def _differing(settings: Sequence[Flat]) -> list[str]:
-    """Return the keys in which these settings differ. A run that is older than a key does not
-    count."""
-    keys = dict.fromkeys(key for own in settings for key in own)
-    return [key for key in keys if len({str(own[key]) for own in settings if key in own}) > 1]
+def _differing(settings: Sequence[Flat], tables: Sequence[str]) -> list[str]:
+    """Return the keys in which these settings differ within a table. A run that is older than a key
+    does not count."""
+    values: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for own, table in zip(settings, tables, strict=True):
+        for key, value in own.items():
+            values[key][table].add(str(value))
+    return [key for key, by_table in values.items() if any(len(v) > 1 for v in by_table.values())]
 
 
 def spelled_out(mine: Flat, keys: Sequence[str]) -> list[str]:
