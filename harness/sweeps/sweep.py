@@ -44,6 +44,7 @@ from harness.terminal.progress import numbered
 from harness.terminal.stopping import Stoppable
 
 if TYPE_CHECKING:
+    from evals.base import Task
     from harness.jobs.examples import Prompts
     from harness.jobs.job import Job
 
@@ -59,7 +60,8 @@ LOOK_S = 1.0  # between two looks whether the command is still there
 # jobs that run together, by their numbers among all of the command
 JobGroup = Mapping[int, Composed]
 Complain = Callable[[int, str], None]  # the number of a job, and a sentence on what went wrong
-KnownPrompts = dict[str, "Prompts"]  # of the latest job, by what they were asked for
+# of the latest job, by what they were asked for, with the task that made them and knows their data
+KnownPrompts = dict[str, tuple["Task", "Prompts"]]
 _taken: list[FileLock] = []  # the GPU of this worker
 _prompts: KnownPrompts = {}  # of this worker
 
@@ -191,8 +193,9 @@ def _planned(composed: Composed, prompts: KnownPrompts) -> Job:
     key = str((task, model, common))
     if key not in prompts:
         prompts.clear()  # two sets of prompts are never there at once
-    job = Job.plan(method, task, model, settings, prompts.get(key), composed.presets)
-    prompts[key] = job.prompts
+    task, known = prompts.get(key, (task, None))
+    job = Job.plan(method, task, model, settings, known, composed.presets)
+    prompts[key] = job.task, job.prompts
     return job
 
 
