@@ -8,6 +8,7 @@ text is expected would become a prompt."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import io
 import json
@@ -138,14 +139,16 @@ def open_rows(source: Source, env: TaskEnv, shape: Shape = ANY) -> Rows:
     return rows_of(open_content(source, env), source.name, shape)
 
 
-def rows_of(content: Content, name: str, shape: Shape = ANY) -> Rows:
+def rows_of(
+    content: Content, name: str, shape: Shape = ANY, remedy: str = "fetch it again"
+) -> Rows:
     """Parse the rows of a file that was read, and check each against `shape` (`misfit` explains
-    shapes). `name`: what errors call the file."""
-    with _damage(f"{name}: {content.origin}"):
+    shapes). `name`: what errors call the file; `remedy`: what they advise if it is damaged."""
+    with _damage(f"{name}: {content.origin}", remedy):
         rows = _parse(content)
     check(rows, [], f"{name}: {content.origin}")
     if not rows:
-        raise TaskError(f"{name}: {content.origin} holds no rows: fetch it again")
+        raise TaskError(f"{name}: {content.origin} holds no rows: {remedy}")
     for number, row in enumerate(rows, 1):
         check(row, shape, f"{name}: row {number} of {content.origin}")
     return Rows(rows, content.origin, content.sha256)
@@ -207,13 +210,13 @@ def open_content(source: Source, env: TaskEnv) -> Content:
 
 
 @contextmanager
-def _damage(place: str) -> Iterator[None]:
+def _damage(place: str, remedy: str = "fetch it again") -> Iterator[None]:
     """Turn an error of parsing inside the block into a `TaskError` that names the damaged file,
-    `place`."""
+    `place`, and the `remedy`."""
     try:
         yield
     except (ValueError, RecursionError, BadZipFile, zlib.error, EOFError) as error:
-        raise TaskError(f"{place} is cut short or damaged ({error}): fetch it again") from error
+        raise TaskError(f"{place} is cut short or damaged ({error}): {remedy}") from error
 
 
 def _parse(content: Content) -> Any:
@@ -225,6 +228,8 @@ def _parse(content: Content) -> Any:
         return list(pyarrow.parquet.read_table(io.BytesIO(content.data)).to_pylist())
     if suffix == ".json":
         return json.loads(content.data)
+    if suffix == ".csv":
+        return _parse_csv(content.data.decode("utf-8-sig"))  # Excel begins with a mark
     rows = []
     # at newlines only, since other line ends may stand inside a string
     for number, line in enumerate(content.data.split(b"\n"), 1):
@@ -232,6 +237,24 @@ def _parse(content: Content) -> Any:
             rows += [json.loads(line)] if line.strip() else []
         except (ValueError, RecursionError) as error:
             raise ValueError(f"line {number} is not JSON") from error
+    return rows
+
+
+def _parse_csv(text: str) -> list[Row]:
+    """Return the rows of a CSV file, whose first line names the columns; all values are texts. Raises
+    `ValueError` for one that has other cells than its head."""
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    rows = list[Row]()
+    usual = csv.field_size_limit(sys.maxsize)  # 128 KiB, less than a long context has
+    try:
+        rows.extend(reader)
+    except csv.Error as error:
+        raise ValueError(f"row {len(rows) + 1}: {error}") from error
+    finally:
+        csv.field_size_limit(usual)
+    for number, row in enumerate(rows, 1):
+        if None in row or None in row.values():
+            raise ValueError(f"row {number} has not as many cells as the first line")
     return rows
 
 

@@ -65,24 +65,7 @@ def rescore(run: StoredRun, data_root: Path | None, config_dirs: Sequence[Path])
     if data_root is not None:
         settings = replace(settings, data=Data(str(data_root)))
     task: Task = build_recorded(run.config.get("task"), "task", config_dirs)
-    # of lm-eval: its yaml files may name functions
-    included: str | None = getattr(task, "include_path", None)
-    if included and not any(
-        Path(included).resolve().is_relative_to(trusted.resolve()) for trusted in config_dirs
-    ):
-        raise PluginError(
-            f"task.include_path={included} may hold code, and code that records name is not run: if you trust that "
-            f"folder, add --config-dir={included}."
-        )
-    # of lm-eval: some of its tasks run the code of a tokenizer
-    more: dict[str, Any] = getattr(task, "metadata", {})
-    if more and not any(
-        entry.values().get("metadata") == more for entry in entries("task", config_dirs)
-    ):
-        raise PluginError(
-            f"task.metadata={plain(more)} may name a tokenizer with code, and code that records name is not run: if "
-            "you trust it, add --config-dir=FOLDER, where FOLDER/task/NAME.yaml has the same metadata."
-        )
+    _refuse_code(task, config_dirs)
     model: ModelSource = build_recorded(run.config.get("model"), "model", config_dirs)
     items = {item.example.id: item for item in prepare(task, model, settings)}
     lines = []
@@ -116,6 +99,31 @@ def rescore(run: StoredRun, data_root: Path | None, config_dirs: Sequence[Path])
     finally:
         lock.release()
     return f"{run.folder.name}: {changed} of {len(lines)} scores differ, mean {100 * first:.2f} -> {100 * mean:.2f}"
+
+
+def _refuse_code(task: Task, config_dirs: Sequence[Path]) -> None:
+    """Raise `PluginError` if parameters of a recorded task name code that no folder of `config_dirs`
+    names."""
+    # of lm-eval: its yaml files may name functions
+    included: str | None = getattr(task, "include_path", None)
+    if included and not any(
+        Path(included).resolve().is_relative_to(trusted.resolve()) for trusted in config_dirs
+    ):
+        raise PluginError(
+            f"task.include_path={included} may hold code, and code that records name is not run: if you trust that "
+            f"folder, add --config-dir={included}."
+        )
+    # some tasks of lm-eval run the code of a tokenizer, and rows have a scorer of their own
+    says = {"metadata": "may name a tokenizer with code", "scorer": "names code"}
+    metadata: dict[str, Any] = getattr(task, "metadata", {})
+    scorer: str = getattr(task, "scorer", "")
+    for key, value in {"metadata": metadata, "scorer": scorer if ":" in scorer else ""}.items():
+        known = [entry.values().get(key) for entry in entries("task", config_dirs)]
+        if value and value not in known:
+            raise PluginError(
+                f"task.{key}={plain(value)} {says[key]}, and code that records name is not run: if you trust it, add "
+                f"--config-dir=FOLDER, where FOLDER/task/NAME.yaml has the same {key}."
+            )
 
 
 if __name__ == "__main__":

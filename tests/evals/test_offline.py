@@ -13,7 +13,8 @@ from harness.config import plugins
 from harness.config.catalogue import CONF, entries
 from tests.evals.counting import CountedText
 
-TASKS = [entry.name for entry in entries("task") if entry.name != "lm_eval"]  # its data are lm-eval's own affair
+# lm-eval's data are its own affair, and rows are the user's
+TASKS = [entry.name for entry in entries("task") if entry.name not in ("lm_eval", "rows")]
 COMMANDS = {  # where the hub's file must go so that it is found
     "longbench_v2": r"zai-org/LongBench-v2 data.json .* --local-dir DATA/LongBench-v2",
     "math": r"HuggingFaceH4/MATH-500 test.jsonl .* --local-dir DATA/MATH-500",

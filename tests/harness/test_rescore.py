@@ -15,6 +15,7 @@ import yaml
 
 from evals.base import Example, Score, TaskEnv
 from evals.niah import Niah
+from evals.rows import Rows
 from harness.commands import report, rescore, show, status
 from harness.config.settings import Results, Settings
 from harness.jobs.evaluate import evaluate
@@ -23,7 +24,7 @@ from harness.results import run_folder
 from harness.results.run_folder import RESCORED, write_info
 from methods.full import Full
 from tests.fake_records import rewrite
-from tests.fast import MODEL, STREAMING, niah
+from tests.fast import MODEL, STREAMING, niah, run
 
 
 @pytest.fixture(scope="module")
@@ -205,3 +206,28 @@ def test_code_that_lm_eval_would_run_for_records_stays_out(results: Path, capsys
     (results / "task" / "mine.yaml").write_text(yaml.safe_dump(config["task"]))
     assert rescore.main([str(place), conf]) == 2
     assert "planted" in capsys.readouterr().err  # lm-eval looks for the function, now that the user trusts both
+
+
+def test_a_scorer_of_ones_own_is_called_again_only_if_the_user_names_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = "import pathlib\npathlib.Path(__file__).with_suffix('.ran').touch()\n"
+    (tmp_path / "own_scorer.py").write_text(f"{code}def half(output, answers):\n    return 0.5\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "mine.jsonl").write_text('{"context": "Ada keeps bees.", "question": "Who?", "answers": "Ada"}\n')
+    task = Rows(str(tmp_path / "mine.jsonl"), scorer="own_scorer:half", max_new_tokens=2)
+    typed = run(tmp_path / "runs", Full(), task)
+    assert (typed.summary["score"]["mean"], list(typed.info["identity"]["code"])[-1]) == (0.5, "own_scorer")
+    ran = tmp_path / "own_scorer.ran"
+    ran.unlink()
+    sys.modules.pop("own_scorer")
+    for command in (report, show, status):
+        assert not command.main([str(typed.folder)])
+    assert rescore.main([str(typed.folder)]) == 2
+    assert "task.scorer=own_scorer:half names code" in capsys.readouterr().err
+    assert not ran.exists()
+    (tmp_path / "conf" / "task").mkdir(parents=True)
+    (tmp_path / "conf" / "task" / "mine.yaml").write_text("defaults: [rows]\nscorer: own_scorer:half\n")
+    assert rescore.main([str(typed.folder), f"--config-dir={tmp_path / 'conf'}"]) == 0
+    assert ran.exists()
+    sys.modules.pop("own_scorer")

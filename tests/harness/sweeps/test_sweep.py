@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,15 @@ def test_each_job_of_a_sweep_is_composed_once(cli: Cli, monkeypatch: pytest.Monk
     monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", load)
     assert cli("-m", "method=streaming", "dry_run=true", "seed=1,2,3")[0] == 0
     assert sorted(word for point in points for word in point if "seed" in word) == ["seed=1", "seed=2", "seed=3"]
+
+
+def test_each_job_records_the_data_that_its_sweep_read_once(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"context": "Ada keeps bees.", "question": "Who?", "answers": "Ada"}\n')
+    words = ["task=rows", f"task.source={file}", "task.max_new_tokens=2", "baseline=off"]
+    assert cli("-m", *words, "method=streaming", "budget=0.8,0.9")[0] == 0
+    runs = [load(folder) for folder in find([tmp_path / "runs"])]
+    assert [run.info["task_info"]["sha256"] for run in runs] == [sha256(file.read_bytes()).hexdigest()] * 2
 
 
 def test_a_job_that_runs_out_of_memory_leaves_the_others_alone(cli: Cli, mortal: str) -> None:

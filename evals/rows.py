@@ -1,0 +1,258 @@
+"""Asks the rows of a file of one's own: each holds a context, a question and right answers, or a chat
+and right answers.
+
+The file is JSON lines, JSON, CSV or Parquet, and its SHA-256 is part of the task's version, and so
+of a run's identity."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from evals.base import Example, Score, Task, TaskEnv, TaskError
+from evals.data import CORRECT, NAMED_FILES, Content, Row, Shape, misfit, rows_of
+from evals.metrics.answers import qa_f1
+from evals.metrics.rouge import rouge_l
+from evals.scbench.scoring import OPTIONS, choice, contains_any
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+_TEXT = "text that is not blank"
+_NAME = f"{_TEXT} or a whole number"
+_MESSAGES: Shape = [{"role": "text", "content": "text"}, ...]
+Scorer = Callable[[str, Sequence[str]], Any]  # of an output and its right answers
+
+
+def _best(metric: Callable[[str, str], float]) -> Scorer:
+    """Return the scorer that compares an output with each answer and takes the best."""
+    return lambda output, answers: max(metric(output, answer) for answer in answers)
+
+
+SCORERS: Mapping[str, Scorer] = {
+    "exact": lambda output, answers: output.strip() in answers,
+    "contains": contains_any,
+    "f1": _best(qa_f1),
+    "rouge": _best(rouge_l),
+    "choice": choice,
+}
+METRICS = {
+    "exact": "exact match",
+    "contains": "answer contained",
+    "f1": "F1",
+    "rouge": "ROUGE-L",
+    "choice": "accuracy",
+}
+CHANCES = {"exact": 0.0, "contains": 0.0, "choice": 1 / len(OPTIONS)}
+
+
+class _Asked(NamedTuple):
+    """Hold the fields of an `Example` that a row fills."""
+
+    context: str
+    question: str
+    references: tuple[str, ...]
+    system: str = ""
+    earlier: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rows(Task):
+    """Ask the rows of the file `source`. `context`, `question`, `answers`, `messages` and `group` name
+    its columns. Without a column of questions, a row is a chat: the last of its `messages` that is
+    the user's is the question, and a reply to it is the right answer if there are no answers.
+    `template` holds {context} and {question}. `scorer`: one of SCORERS, or MODULE:FUNCTION, called with
+    an output and a list of right answers, which returns a number from 0 to 1."""
+
+    seeded = False
+
+    source: str
+    context: str = "context"
+    question: str = "question"
+    answers: str = "answers"
+    messages: str = "messages"
+    group: str | None = None
+    template: str = "{context}\n\n{question}"
+    scorer: str = "contains"
+    samples: int | None = None
+    max_new_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        self._refuse_below("leaves nothing: give {} or more", samples=1, max_new_tokens=1)
+        if self.scorer not in SCORERS and not all(self.scorer.partition(":")):
+            raise TaskError(
+                f"task.scorer={self.scorer} is unknown: choose one of {', '.join(SCORERS)}, or name a function of "
+                "yours as MODULE:FUNCTION"
+            )
+        # a command line cannot hold a line break
+        object.__setattr__(self, "template", self.template.replace(r"\n", "\n"))
+        before, _, after = self.template.rpartition("{context}")
+        if "{question}" in before or "{question}" not in after:
+            raise TaskError(
+                f"task.template={self.template!r} must hold {{question}}, and {{context}} only before it: what follows "
+                "the context is not known when protocol=context seals it"
+            )
+
+    @property
+    def version(self) -> str:  # type: ignore[override]
+        """Return a text that changes with any byte of the file."""
+        return f"1, sha256 {self._opened.get('sha256') or self._read().sha256}"
+
+    @property
+    def metric(self) -> str:  # type: ignore[override]
+        return METRICS.get(self.scorer, self.scorer)
+
+    @property
+    def chance(self) -> float | None:  # type: ignore[override]
+        return CHANCES.get(self.scorer)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Return the module of the user's own scorer; a run's identity contains a hash of its code."""
+        return () if self.scorer in SCORERS else (self.scorer.partition(":")[0],)
+
+    def require(self, data_root: Path | None) -> None:
+        if self._file.suffix not in SUFFIXES:
+            raise TaskError(
+                f"task.source={self.source} should end in one of {', '.join(SUFFIXES)}: convert or rename it"
+            )
+        if not self._file.is_file():
+            raise TaskError(
+                f"task.source={self.source} is not there: name a file, relative to {Path.cwd()}"
+            )
+        _ = self._function
+
+    def examples(self, env: TaskEnv) -> Iterator[Example]:
+        """Yield the examples of the first `samples` rows, once all rows have been checked."""
+        self.require(env.data_root)
+        opened = rows_of(self._read(), "task.source", remedy=CORRECT)
+        self._opened.update(opened.provenance)
+        stem, units = self._file.stem, dict[str, str]()
+        asked = self._asked(opened.rows)
+        paired = islice(zip(opened.rows, asked, strict=True), self.samples)
+        for number, (row, one) in enumerate(paired, 1):
+            name = f"{stem}-{number}"
+            yield Example(
+                id=name,
+                group=stem if self.group is None else str(row[self.group]),
+                **one._asdict(),
+                max_new_tokens=self.max_new_tokens,
+                # several questions on one context count as one
+                unit=units.setdefault(one.context, name) if one.context else None,
+            )
+
+    def score(self, example: Example, output: str) -> Score:
+        value = self._function(output, example.references)
+        if not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise TaskError(
+                f"task.scorer={self.scorer} gave {value!r} for {example.id}: let it return a number from 0 to 1"
+            )
+        return Score(float(value))
+
+    @property
+    def _file(self) -> Path:
+        return Path(self.source).expanduser()
+
+    @cached_property
+    def _function(self) -> Scorer:
+        if self.scorer in SCORERS:
+            return SCORERS[self.scorer]
+        module, _, name = self.scorer.partition(":")
+        try:
+            function: Scorer = getattr(import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise TaskError(
+                f"task.scorer={self.scorer} cannot be imported ({error}): is its folder on PYTHONPATH?"
+            ) from error
+        return function
+
+    def _read(self) -> Content:
+        data = self._file.read_bytes()
+        return Content(data, f"local:{self.source}", hashlib.sha256(data).hexdigest())
+
+    def _asked(self, rows: Sequence[Row]) -> list[_Asked]:
+        """Return what each row asks. Raises `TaskError` for a column that is not there, or for the
+        rows that are wrong."""
+        columns = dict.fromkeys(name for row in rows for name in row)
+        chat = self.question not in columns and self.messages in columns
+        keys = ["group"] * (self.group is not None)
+        if not chat:
+            keys += ["context"] * ("{context}" in self.template) + ["question", "answers"]
+        for key in keys:
+            if (name := getattr(self, key)) not in columns:
+                raise TaskError(
+                    f"task.{key}={name} is no column of {self.source}: choose one of {', '.join(columns)}"
+                )
+        asked, faults = list[_Asked](), list[str]()
+        for number, row in enumerate(rows, 1):
+            try:
+                asked.append(self._said(row) if chat else self._filled(row))
+            except TaskError as error:
+                faults.append(f"row {number} {error}")
+        if faults:
+            more = len(faults) - NAMED_FILES
+            rest = f"; {more} more rows are wrong" if more > 0 else ""
+            named = "; ".join(faults[:NAMED_FILES])
+            raise TaskError(f"{self.source}: {named}{rest}: {CORRECT}")
+        return asked
+
+    def _filled(self, row: Row) -> _Asked:
+        """Return the template filled with a row's texts. Raises `TaskError`, which says what is wrong
+        after the row's number."""
+        before, document, after = self.template.rpartition("{context}")
+        texts = {self.question: _TEXT} | ({self.context: "text"} if document else {})
+        answers = self._answers(row, row.get(self.answers), texts)
+        question = after.replace("{question}", row[self.question])
+        if not document:  # then the whole prompt is the context
+            return _Asked(question, "", answers)
+        return _Asked(before + row[self.context], question, answers)
+
+    def _said(self, row: Row) -> _Asked:
+        """Return a row's chat, without the reply to its last question. Raises `TaskError` as `_filled`
+        does."""
+        messages = self._listed(row.get(self.messages))
+        if wrong := misfit({self.messages: messages}, {self.messages: _MESSAGES}):
+            raise TaskError(wrong)
+        said = [(message["role"], message["content"]) for message in messages]
+        system = said.pop(0)[1] if said[0][0] == "system" else ""
+        reply = said.pop()[1] if said and said[-1][0] == "assistant" else None
+        if [role for role, _ in said] != ["user", *("assistant", "user") * (len(said) // 2)]:
+            raise TaskError(
+                f"has {self.messages!r} in which user and assistant do not take turns from the user's first on"
+            )
+        *earlier, question = (text for _, text in said)
+        answers = self._answers(row, row.get(self.answers, reply), {})
+        return _Asked("", question, answers, system, tuple(earlier))
+
+    def _answers(self, row: Row, given: Any, shape: Shape) -> tuple[str, ...]:
+        """Return the right answers of a row, which is checked against `shape`, too."""
+        given = self._listed(given)
+        held = (
+            row
+            if given is None
+            else row | {self.answers: given if isinstance(given, list) else [given]}
+        )
+        shape = shape | {self.answers: [_NAME, ...]}
+        if self.group is not None:
+            shape |= {self.group: _NAME}
+        if wrong := misfit(held, shape):
+            raise TaskError(wrong)
+        answers = tuple(str(answer).strip() for answer in held[self.answers])
+        if self.scorer == "choice" and not {*answers} & {*OPTIONS}:
+            raise TaskError(
+                f"has no letter {OPTIONS[0]} to {OPTIONS[-1]} in {self.answers!r}, which task.scorer=choice reads"
+            )
+        return answers
+
+    def _listed(self, value: Any) -> Any:
+        """Return a value of a row, and for a cell of CSV that holds a list as JSON, that list."""
+        if self._file.suffix == ".csv" and value and value.startswith("["):
+            with suppress(ValueError):
+                return json.loads(value)
+        return value
