@@ -30,12 +30,12 @@ from methods.tiers.tier import DEVICE, HOST, TIERS
 
 MOST_SEQUENCES = 4096  # that are looked for to fit together
 # What prefill, seal and steps take for a moment is a margin: a share of caches and hidden states, some layers' keys and
-# values where a method with a budget seals them, and a constant for work on a block of queries. On the CPU it was
-# enough for every method of conf/method, with two small models, prompts of 2,400 and 2,800 tokens in one and in ten
-# chunks, and rows on the device and in host memory; only presses of kvpress took more, on the model of four layers. For
-# Llama 3.1 8B at 4,096 to 131,072 tokens it covers formulas that were held to measurements within 10 %, except that of
-# ShadowKV at large budgets, whose hit caches a step of several sequences copies: such a batch may not fit, and its
-# examples then run alone.
+# values where a method with a budget seals them or a step brings them to the device, and a constant for work on a block
+# of queries. On the CPU it was enough for every method of conf/method, with two small models, prompts of 2,400 and
+# 2,800 tokens in one and in ten chunks, and rows on the device and in host memory; only presses of kvpress took more,
+# on the model of four layers. For Llama 3.1 8B at 4,096 to 131,072 tokens it covers formulas that were held to
+# measurements within 10 %, except that of ShadowKV at large budgets, whose hit caches a step of several sequences
+# copies: such a batch may not fit, and its examples then run alone.
 SHARE, LAYERS, CONSTANT = 0.1, 2, 16 * 2**20
 
 
@@ -101,7 +101,11 @@ def needed(
         distinct = {id(item): item for item in running}  # one may stand there often
         known = {key: cache_bytes(spec, info, item) for key, item in distinct.items()}
         caches.append([known[id(item)] for item in running])
-    peaks = _own_peaks(caches[0], settings, states)
+    # the prompt of the last example of the batch comes while the caches of the others are there, or
+    # all take a decode step
+    *others, last = caches[0]
+    sealed = sum(cache.sealed for cache in others)
+    peaks = [(last.filled + sealed, states), (last.sealed + sealed, 0)]
     # nothing is sealed before the whole prompt is prefilled, for all jobs
     if settings.shared_prefill:
         peaks = [(sum(cache.filled for of_job in caches for cache in of_job), states)]
@@ -111,15 +115,14 @@ def needed(
         # of Full's own cache, which fills the others or is compared with
         more += full_bytes(info, settings, items)
     # cos and sin of all positions, where steps take theirs
-    if _captured(settings) and _by_blocks(info):
+    if settings.graphs == "on" and _by_blocks(info):
         more += table_bytes(info.trained_window, info.rotary_dim, DTYPE_BYTES[settings.dtype])
     host = max(sum(cache.host for cache in of_job) for of_job in caches)
-    if settings.device != "cpu":
-        host += max(cache.gathered for of_job in caches for cache in of_job)
     host += stored_bytes(info, settings, items, host=True) * len(specs)
     weights = 0 if loaded else info.weight_bytes(settings.dtype)
     widest = max(cache.widest for of_job in caches for cache in of_job)
-    margin = int(SHARE * (kv + activations)) + LAYERS * widest + CONSTANT
+    brought = max(sum(cache.brought for cache in of_job) for of_job in caches)
+    margin = int(SHARE * (kv + activations)) + LAYERS * (widest + brought) + CONSTANT
     return MemoryForecast(weights, kv + more, activations, margin, host)
 
 
@@ -221,23 +224,19 @@ def _sliding_bytes(info: ModelInfo, settings: Settings, item: PreparedExample) -
 
 
 class CacheBytes(NamedTuple):
-    """The bytes of one example's cache, and of the keys and values that a decode step of it
-    moves."""
+    """The bytes of one example's cache, and of the keys and values that pass through the device."""
 
     filled: int  # on the device, the most while its prompt comes and is sealed
     sealed: int  # on the device
     host: int  # beside a GPU
-    arriving: int  # on the device, of a layer whose rows come while others compute
-    read: int  # on the device, of the layer that attends
-    # in host memory, of chosen rows that are collected there before they go to the device
-    gathered: int
+    brought: int  # the most that a decode step brings to the device for one layer
     widest: int  # keys and values of the largest layer that a method with a budget seals
 
 
 def cache_bytes(cache_spec: CacheSpec, info: ModelInfo, item: PreparedExample) -> CacheBytes:
     """Return the bytes of one example's cache."""
     settings, method = cache_spec.settings, cache_spec.method
-    on_cpu, in_files = settings.device == "cpu", TIERS[settings.placement].in_files
+    on_cpu = settings.device == "cpu"
     cases = _workloads(cache_spec, info, item)
     try:
         costs = [method.cost(case) for case in cases]
@@ -248,23 +247,11 @@ def cache_bytes(cache_spec: CacheSpec, info: ModelInfo, item: PreparedExample) -
     growth = [max(case.dense_bytes - size, 0) for case, size in zip(cases, sealed, strict=True)]
     early = settings.placement != DEVICE and _by_blocks(info) and not settings.shared_prefill
     held = sum(sealed) + _sliding_bytes(info, settings, item)
-    moved = [
-        _in_step(settings, case, cost.moved_bytes_per_step)
-        for case, cost in zip(cases, costs, strict=True)
-    ]
-    chosen = [
-        size for size, cost in zip(moved, costs, strict=True) if size < sum(cost.away.values())
-    ]
-    read = max(moved)
-    if on_cpu and not in_files and not _steps_together(settings):
-        read = 0  # rows of the host tier are read where they lie
     return CacheBytes(
         held + (max(growth) if early else sum(growth)),
         held,
         0 if on_cpu else _pinned(cache_spec, info, item),
-        arriving=read if settings.overlap == "on" and method.asks_ahead else 0,
-        read=read,
-        gathered=max(chosen, default=0) if in_files and read else 0,
+        brought=max(cost.moved_bytes_per_step for cost in costs),
         widest=max(case.dense_bytes for case in cases) if cache_spec.budget else 0,
     )
 
@@ -304,59 +291,6 @@ def _pinned(cache_spec: CacheSpec, info: ModelInfo, item: PreparedExample) -> in
         return reservation_bytes([cache_spec.method.cost(case).away.get(HOST, 0) for case in cases])
     except CostError:
         return 0
-
-
-def _own_peaks(
-    caches: Sequence[CacheBytes], settings: Settings, states: int
-) -> list[tuple[int, int]]:
-    """Return the candidates for the peak of a run that shares no prefill, in bytes of caches and of
-    hidden states (`states`): the prompt of the last example of the batch comes while the caches of
-    the others are there, or all take a decode step."""
-    *others, longest = caches
-    sealed = sum(cache.sealed for cache in others)
-    before = _stepping(others, settings) if others and _captured(settings) else 0
-    return [
-        (longest.filled + sealed + before, states),
-        (longest.sealed + sealed + _stepping(caches, settings), 0),
-    ]
-
-
-def _stepping(caches: Sequence[CacheBytes], settings: Settings) -> int:
-    """Return the bytes that a decode step of these sequences takes on the device.
-
-    Sequences that step together are each given as much room as the longest. With captured CUDA
-    graphs, the number of sequences is rounded up to a power of two.
-    """
-    longest, count = caches[-1], len(caches)
-    free = _power_of_two(count) - count if _captured(settings) else 0
-    taken = sum(cache.arriving for cache in caches) + free * longest.arriving
-    read = max(cache.read + (cache.gathered if settings.device == "cpu" else 0) for cache in caches)
-    return taken + read * (count + free if _steps_together(settings) else 1)
-
-
-def _steps_together(settings: Settings) -> bool:
-    """Return True if the sequences of a batch attend in one call per layer, as far as their method
-    allows it. With graphs=on this is so for a single sequence, too."""
-    return (settings.batch > 1 or settings.graphs == "on") and not TIERS[
-        settings.placement
-    ].in_files
-
-
-def _captured(settings: Settings) -> bool:
-    """Return True if decode steps may be captured as CUDA graphs. Their buffers are then rounded up
-    to powers of two, in sequences and in rows (tokens of a KV head) per sequence."""
-    return settings.graphs == "on" and _steps_together(settings)
-
-
-def _in_step(settings: Settings, case: LayerWorkload, nbytes: int) -> int:
-    """Return the bytes that a step allocates for `nbytes` of one sequence's keys and values: as
-    many, or rounded up to a power of two of rows where the step is captured."""
-    rows = -(-nbytes // case.row_bytes)
-    return nbytes * _power_of_two(rows) // rows if rows and _captured(settings) else nbytes
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length() if count else 0
 
 
 def _by_blocks(info: ModelInfo) -> bool:
