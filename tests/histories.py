@@ -5,17 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from harness.cachedattention.store.block import FoundHistory
-from harness.cachedattention.store.fingerprint import Fingerprint
+from harness.cachedattention.store.block import HistoryLost
+from harness.cachedattention.store.fingerprint import EXACT, Fingerprint
 from harness.cachedattention.store.history_store import HistoryStore
 
 PRINT = Fingerprint(
@@ -37,11 +37,46 @@ def rows(session: str, tokens: Sequence[int], start: int = 0) -> dict[str, Tenso
     return made
 
 
-def opened(folder: Path | None = None, **settings: Any) -> HistoryStore:
+class Found(NamedTuple):
+    """What was found of a session: so many tokens, their rows by name, and what belongs to all of them together."""
+
+    tokens: int = 0
+    tier: str | None = None
+    layers: Mapping[str, Tensor] = {}
+    rest: Mapping[str, Tensor] = {}
+
+
+class WholeStore(HistoryStore):
+    """Takes and gives all layers of a session at once, as no turn of a conversation does."""
+
+    def extend(
+        self, session: str, start: int, tokens: Sequence[int], layers: Mapping[str, Tensor],
+        rest: Mapping[str, Tensor] = {}, lineage: str = EXACT,
+    ) -> bool:  # fmt: skip
+        upload = self.leave(tokens, layers, rest)
+        upload.wait()
+        return self.hold(session, start, [upload], lineage)
+
+    def put(self, session: str, *given: Any, **more: Any) -> None:
+        self.extend(session, 0, *given, **more)
+
+    def get(self, session: str, tokens: Sequence[int], lineage: str = EXACT) -> Found:
+        if (loading := self.open(session, tokens, lineage=lineage)) is None:
+            return Found()
+        try:
+            layers = [loading.layer(number) for number in loading.layers]
+        except HistoryLost:
+            return Found()
+        loading.account()
+        return Found(loading.tokens, loading.tier, *({name: x for part in side for name, x in part.items()}
+                                                     for side in zip(*layers, strict=True)))  # fmt: skip
+
+
+def opened(folder: Path | None = None, **settings: Any) -> WholeStore:
     """Of 10,000 tokens in memory and on disk each, if nothing else is said."""
     usual = {"host": 10_000 * TOKEN_BYTES, "disk": 10_000 * TOKEN_BYTES if folder else 0, "block_tokens": 4}
     usual["threads"] = 0
-    return HistoryStore(PRINT, folder=folder, **usual | settings)
+    return WholeStore(PRINT, folder=folder, **usual | settings)
 
 
 def full_disk(patch: pytest.MonkeyPatch, after: int = 0) -> None:
@@ -56,7 +91,7 @@ def full_disk(patch: pytest.MonkeyPatch, after: int = 0) -> None:
     patch.setattr(os, "fsync", fsync)
 
 
-def right(found: FoundHistory, session: str, tokens: Sequence[int], dropped: int = 0) -> bool:
+def right(found: Found, session: str, tokens: Sequence[int], dropped: int = 0) -> bool:
     """Whether the rows found are those of the tokens asked for, `dropped` positions farther on."""
     if not found.tokens:
         return found.layers == {}

@@ -20,14 +20,13 @@ from typing import Any
 
 import torch
 
-from harness.cachedattention.store.history_store import HistoryStore
-from tests.histories import opened, right, rows
+from tests.histories import WholeStore, opened, right, rows
 
 SESSIONS, STEPS = 6, 8
 CODE = f"{os.sep}cachedattention{os.sep}store{os.sep}"
 
 
-def store(folder: Path, threads: int) -> HistoryStore:
+def store(folder: Path, threads: int) -> WholeStore:
     return opened(folder / "store", host=0, threads=threads)
 
 
@@ -51,7 +50,7 @@ def work(folder: Path, seed: int, threads: int, journal: int) -> None:
             os.write(journal, b"done\n")
 
 
-def save(history: HistoryStore, session: str, start: int, tokens: list[int]) -> bool:
+def save(history: WholeStore, session: str, start: int, tokens: list[int]) -> bool:
     """In two parts, which a thread of the store copies where it has some."""
     half = len(tokens) // 8 * 4  # whole blocks
     parts = [(start, tokens[:half]), (start + half, tokens[half:])]

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from io import BufferedReader
 from pathlib import Path
@@ -131,18 +131,6 @@ def covered(parts: Sequence[Block], tokens: Sequence[int]) -> int:
 def length(parts: Sequence[Block]) -> int:
     """Return how many tokens the blocks hold together."""
     return sum(len(part.tokens) for part in parts)
-
-
-@dataclass(frozen=True, slots=True)
-class FoundHistory:
-    """The part of the tokens asked for that a store has. `tokens`: how many, from the first on;
-    `tier`: where they lay, None on a miss; `layers`: their keys and values by name; `rest`: tensors
-    that belong to all of them together."""
-
-    tokens: int = 0
-    tier: str | None = None
-    layers: Tensors = field(default_factory=dict)
-    rest: Tensors = field(default_factory=dict)
 
 
 SUM = "sha256."

@@ -113,16 +113,6 @@ class HistoryLoad:
         for copy in self._copies.values():
             copy.cancel()
 
-    def all_layers(self) -> LayerRows:
-        """Wait for all layers. Return the keys and values of all of them by name, and likewise what
-        belongs to all tokens together."""
-        self.begin()
-        layers = [self.layer(number) for number in self.layers]
-        return (
-            {name: x for rows, _ in layers for name, x in rows.items()},
-            {name: x for _, rest in layers for name, x in rest.items()},
-        )
-
     @property
     def overlap(self) -> Overlap:
         loads = self.fetch.spans.since(self._opened) + self._spans

@@ -2,8 +2,9 @@
 ATC 2024, sections 3.3 and 3.4). What it keeps of one conversation is a session.
 
     with HistoryStore(fingerprint, host=8 * GB, disk=100 * GB, folder=Path("history")) as store:
-        known = store.get("alice", tokens)  # the longest stored prefix, in blocks
-        store.extend("alice", known.tokens, new_tokens, new_rows) or store.put("alice", tokens, rows)
+        known = store.open("alice", tokens)  # the longest stored prefix, in blocks, layer by layer
+        ...
+        store.hold("alice", known.tokens, [store.leave(new_tokens, new_rows)])
 
 Rows are tensors [..., tokens, width] by name, keys before rotation, so that a history stays valid
 when its oldest tokens leave. They are kept in blocks of up to 256 tokens. What is no row of a token
@@ -19,7 +20,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from math import inf
 from pathlib import Path
 from time import perf_counter
@@ -31,7 +31,6 @@ from torch import Tensor
 from harness.cachedattention.store.block import (
     LOST,
     Block,
-    FoundHistory,
     HistoryLost,
     Loss,
     has_rest,
@@ -103,7 +102,6 @@ class HistoryStore:
             write_buffer=write_buffer,
             clock=clock,
         )
-        self._blocks = partial(UploadToHost, length=block_tokens, place=self.contents.place)
         self._closed = False
         self.contents.carry_out(self.placement.expire(clock()))
 
@@ -147,21 +145,8 @@ class HistoryStore:
         except HistoryLost:
             return None
 
-    def get(self, session: str, tokens: Sequence[int], lineage: str = EXACT) -> FoundHistory:
-        """Return the longest stored prefix of `tokens`, as `open` finds it, with copies of all keys
-        and values on the store's device."""
-        loading = self.open(session, tokens, lineage=lineage)
-        if loading is None:
-            return FoundHistory()
-        try:
-            layers, rest = loading.all_layers()
-        except HistoryLost:
-            return FoundHistory()
-        loading.account()
-        return FoundHistory(loading.tokens, loading.tier, layers, rest)
-
     def known(self, session: str, tokens: Sequence[int], lineage: str = EXACT) -> int:
-        """Return how many of `tokens`, from the first on, are stored already, so that `extend` need
+        """Return how many of `tokens`, from the first on, are stored already, so that `hold` need
         not be given them."""
         return length(self.contents.covered(self._fresh(session), tokens, lineage))
 
@@ -175,35 +160,6 @@ class HistoryStore:
         them; None where nothing is stored."""
         return self.contents.lineages.get(self._key(session))
 
-    def put(
-        self,
-        session: str,
-        tokens: Sequence[int],
-        layers: Given,
-        rest: Rest = NOTHING,
-        lineage: str = EXACT,
-    ) -> None:
-        """Replace all that is stored of the session by `tokens` and their keys and values `layers`,
-        tensors [..., tokens, width] by name. `rest`: tensors by name that belong to all tokens
-        together."""
-        self.extend(session, 0, tokens, layers, rest, lineage)
-
-    def extend(
-        self,
-        session: str,
-        start: int,
-        tokens: Sequence[int],
-        layers: Given,
-        rest: Rest = NOTHING,
-        lineage: str = EXACT,
-    ) -> bool:
-        """Append `tokens` and their keys and values to the first `start` tokens of a session, which
-        stay untouched; `rest` replaces the tensors that belong to all tokens. `lineage`: the hash
-        of what was dropped or recomputed before the session's rows. Return False, storing nothing,
-        where the session has another one (by now), or no block of it ends after `start` tokens:
-        `put` the whole session then. All that is given has been copied when this returns."""
-        return self.hold(session, start, [self._blocks(tokens, layers, rest)], lineage)
-
     def leave(
         self,
         tokens: Sequence[int],
@@ -215,15 +171,25 @@ class HistoryStore:
         this upload for `hold`. `rest`: tensors that belong to all tokens together. A thread copies
         layer by layer, after `stored` has changed a layer's rows into those to store, so the caller
         must not change what is given meanwhile."""
-        return self._blocks(tokens, layers, rest, stored=stored, lane=self.contents.leaving_lane)
+        return UploadToHost(
+            tokens,
+            layers,
+            rest,
+            length=self.block_tokens,
+            place=self.contents.place,
+            stored=stored,
+            lane=self.contents.leaving_lane,
+        )
 
     def hold(
         self, session: str, start: int, uploads: Sequence[UploadToHost], lineage: str = EXACT
     ) -> bool:
         """Append the blocks of `uploads`, whose rows are still on their way from the device, to the
-        first `start` tokens of a session. Return False, storing nothing, where these are not stored
-        any more (as `extend` does). The caller waits while more bytes are on their way than the
-        write buffer holds."""
+        first `start` tokens of a session, which stay untouched; what belongs to all tokens together
+        is replaced. `lineage`: the hash of what was dropped or recomputed before the session's rows.
+        Return False, storing nothing, where the session has another one (by now), or no block of it
+        ends after `start` tokens: begin with its first token then. The caller waits while more bytes
+        are on their way than the write buffer holds."""
         began, key = perf_counter(), self._fresh(session)
         known = self.contents.until(key, start, lineage)
         if known is None:

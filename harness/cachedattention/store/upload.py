@@ -15,7 +15,7 @@ from torch import Tensor
 
 from harness.cachedattention.store.block import Block, NotSaved, by_layer
 from methods.tiers.block import SplitRows, Tensors
-from methods.tiers.lanes import INLINE, Spans, TransferLane
+from methods.tiers.lanes import Spans, TransferLane
 from methods.tiers.rows import Place, copied_into
 from methods.tiers.tier import HOST
 from methods.tiers.transfer import beside_the_model, reached
@@ -65,8 +65,8 @@ class UploadToHost:
         *,
         length: int,
         place: Place,
-        stored: MakeStored = as_given,
-        lane: TransferLane = INLINE,
+        stored: MakeStored,
+        lane: TransferLane,
     ) -> None:
         """Begin to copy `layers`, tensors [..., tokens, width] by name, in blocks of `length`
         tokens, of which the last one may be shorter; where there are none, one block without rows

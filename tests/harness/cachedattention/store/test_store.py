@@ -21,16 +21,15 @@ from harness.cachedattention.store import block as blocks
 from harness.cachedattention.store.block import BlockFile
 from harness.cachedattention.store.disk import HistoryError
 from harness.cachedattention.store.fingerprint import EXACT
-from harness.cachedattention.store.history_store import HistoryStore
 from harness.cachedattention.store.placement import LRU
 from harness.cachedattention.store.statistics import MeasuredSpeeds
 from methods.tiers.rows import Place
-from tests.histories import LAYERS, PRINT, TOKEN_BYTES, opened, right, rows
+from tests.histories import LAYERS, PRINT, TOKEN_BYTES, WholeStore, opened, right, rows
 
 TOKENS = list(range(100, 111))  # with blocks of 4: 4, 4, 3
 
 
-def filled(store: HistoryStore, *sessions: str) -> HistoryStore:
+def filled(store: WholeStore, *sessions: str) -> WholeStore:
     for session in sessions:
         store.put(session, TOKENS, rows(session, TOKENS))
     return store
@@ -155,7 +154,7 @@ def test_another_model_never_matches(tmp_path: Path) -> None:
         pass
     for field in ("model", "weights", "tokenizer", "rotary", "dtype", "codec"):
         other = replace(PRINT, **{field: "other"})
-        with HistoryStore(other, folder=tmp_path, disk=10_000 * TOKEN_BYTES, block_tokens=4) as store:
+        with WholeStore(other, folder=tmp_path, disk=10_000 * TOKEN_BYTES, block_tokens=4) as store:
             assert store.get("a", TOKENS).tokens == 0
     with opened(tmp_path, host=0) as store:
         assert store.get("a", TOKENS).tokens == 11
@@ -201,7 +200,7 @@ SIZE = len(TOKENS) * TOKEN_BYTES
 THREADS = {"threads": 2}
 
 
-def put(store: HistoryStore, *names: str) -> None:
+def put(store: WholeStore, *names: str) -> None:
     for name in names:
         store.put(name, TOKENS, rows(name, TOKENS))
 
@@ -238,7 +237,7 @@ def held_back(monkeypatch: pytest.MonkeyPatch, where: Any, name: str) -> Iterato
         go.set()
 
 
-def in_memory(store: HistoryStore, name: str) -> bool:
+def in_memory(store: WholeStore, name: str) -> bool:
     return any(block.rows is not None for block in store.contents.blocks[store._key(name)])
 
 
@@ -318,7 +317,9 @@ def test_what_is_fetched_may_be_evicted_extended_and_dropped(tmp_path: Path) -> 
                 store.put(f"t{number}", TOKENS, rows(f"t{number}", TOKENS))  # may drop the one that is loaded
             if loading:
                 expected = rows(name, tokens)
-                assert all(torch.equal(one, expected[key]) for key, one in loading.all_layers()[0].items())
+                assert all(
+                    torch.equal(x, expected[name]) for at in loading.layers for name, x in loading.layer(at)[0].items()
+                )
             known[name] = [*tokens, *new] if len(tokens) < 30 else new
             if len(tokens) >= 30 or not store.extend(name, start, new, rows(name, new, start)):
                 store.put(name, known[name], rows(name, known[name]))

@@ -17,10 +17,9 @@ import pytest
 
 from harness.cachedattention.store import block as blocks
 from harness.cachedattention.store.disk import HistoryError, HistoryWarning
-from harness.cachedattention.store.history_store import HistoryStore
 from kernels.temporary import ENDING
 from tests.forks import Forked
-from tests.histories import TOKEN_BYTES, opened, right, rows
+from tests.histories import TOKEN_BYTES, WholeStore, opened, right, rows
 from tests.killed_history import kill_again_and_again
 from tests.warned import all_warnings
 
@@ -30,19 +29,19 @@ Fault = Callable[[int], bool]  # the number of a write -> whether it finds the d
 lossy = pytest.mark.filterwarnings("ignore::harness.cachedattention.store.disk.HistoryWarning")
 
 
-def filled(folder: Path, **settings: object) -> HistoryStore:
+def filled(folder: Path, **settings: object) -> WholeStore:
     store = opened(folder, **{"host": 0} | settings)
     for name in NAMES:
         store.put(name, TOKENS, rows(name, TOKENS))
     return store
 
 
-def files_of(store: HistoryStore, name: str) -> list[Path]:
+def files_of(store: WholeStore, name: str) -> list[Path]:
     assert store.contents.disk
     return [store.contents.disk.path(block) for block in store.contents.blocks[store._key(name)]]
 
 
-def found(store: HistoryStore) -> list[str]:
+def found(store: WholeStore) -> list[str]:
     """The sessions that are there; none may come with rows that are not its own."""
     histories = {name: store.get(name, TOKENS) for name in NAMES}
     assert all(right(history, name, TOKENS) for name, history in histories.items())
@@ -208,7 +207,7 @@ class Writes:
 class Work:
     """Sessions that come, grow, are cut and asked for. What is there must be right."""
 
-    def __init__(self, store: HistoryStore, seed: int) -> None:
+    def __init__(self, store: WholeStore, seed: int) -> None:
         self.store, self.rng = store, random.Random(seed)
         self.known: dict[str, tuple[list[int], int]] = {}  # tokens, and how many were cut off before them
 
