@@ -109,6 +109,11 @@ def per_sequence(values: Sequence[int], dead: int | None = None) -> int | PerSeq
     return values[0] if dead is None and len(set(values)) == 1 else PerSequence(values, dead)
 
 
+def most_of(number: int | PerSequence) -> int:
+    """Return a number that is the same for all sequences, or an upper bound of those of each."""
+    return number.most if isinstance(number, PerSequence) else number
+
+
 def values_per_sequence(number: int | PerSequence, count: int) -> tuple[int, ...]:
     """Return `count` numbers, one per sequence; a plain int counts for all of them."""
     return number.values if isinstance(number, PerSequence) else (number,) * count

@@ -192,6 +192,19 @@ def first_of(x: Tensor | Ragged) -> Tensor:
     return x.first if isinstance(x, Ragged) else x
 
 
+def table_of(x: Tensor | Ragged) -> Tensor | None:
+    """Return where the tensors of several sequences lie (`Ragged.table`), or None if x is one
+    tensor."""
+    return x.table if isinstance(x, Ragged) else None
+
+
+def counts_of(x: Tensor | Ragged | int | PerSequence, device: torch.device) -> Tensor | None:
+    """Return the lengths of unequal sequences, or a number for each, as [B] int64 on `device`; None
+    if x is one tensor, or one number."""
+    sizes = x.sizes if isinstance(x, Ragged) else x
+    return sizes.on(device) if isinstance(sizes, PerSequence) else None
+
+
 def filled(x: Tensor | Ragged) -> Tensor:
     """Return x as one tensor [B ...], padded where sequences are shorter; the padding must not be
     read."""

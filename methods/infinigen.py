@@ -34,7 +34,7 @@ from torch import Tensor
 from kernels import ops
 from kernels.partial import Guess, NewPartial
 from kernels.partial import narrowed as narrowed_queries
-from kernels.per_sequence import CountedOnDevice, PerSequence
+from kernels.per_sequence import CountedOnDevice, PerSequence, most_of
 from kernels.ragged import Ragged, filled, leading
 from kernels.reference import Segment
 from methods.abilities.kept_codec import KeptCodec
@@ -152,9 +152,7 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
             weights = ops.group_weights(leading(logits, self.sealed), 1.0, "sum")
             ranks = weights if isinstance(weights, Ragged) else self.present(weights)
         if not self._reads_counts:
-            counted = CountedOnDevice(
-                counts, limit.most if isinstance(limit, PerSequence) else limit
-            )
+            counted = CountedOnDevice(counts, most_of(limit))
             return filled(ops.top_k(ranks, counted)), counts
         rows = ops.top_k(ranks, int(counts.max()))
         if len(counts) > 1:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from kernels.cpu.ffi.bindings import Function, Struct, floats, int64s, integer, real
 from kernels.cpu.ffi.library import load
-from kernels.per_sequence import PerSequence
-from kernels.ragged import RAGGED, Ragged, too_few
+from kernels.per_sequence import PerSequence, most_of
+from kernels.ragged import RAGGED, Ragged, counts_of, filled, too_few, with_sizes
 from kernels.reference import mean_counts
 
 
@@ -62,13 +62,13 @@ def group_weights(logits: Tensor | Ragged, scale: float, reduce: str) -> Tensor 
     """Turn logits [B G g S] into one weight per KV head and token, [B G S], as kernels/reference.py
     defines it: a softmax in each query head, then the sum or the largest over the group."""
     batch, groups, heads, count = logits.shape
-    x, counts = (logits.whole, logits.counts) if isinstance(logits, Ragged) else (logits, None)
+    x = filled(logits)
     out = x.new_empty((batch, groups, count))
     _library.group_weights(
-        logits=x.contiguous(), out=out, counts=counts, pairs=batch * groups, groups=groups, heads=heads, count=count,
-        largest=reduce == "largest", scale=scale,
+        logits=x.contiguous(), out=out, counts=counts_of(logits, x.device), pairs=batch * groups, groups=groups,
+        heads=heads, count=count, largest=reduce == "largest", scale=scale,
     )  # fmt: skip
-    return Ragged.filled_up(out, logits.sizes) if isinstance(logits, Ragged) else out
+    return with_sizes(out, logits)
 
 
 def group_weights_refuses(logits: Tensor | Ragged, scale: float, reduce: str) -> str | None:
@@ -80,11 +80,7 @@ def group_margins(
     read: Tensor | None = None,
 ) -> tuple[Tensor | Ragged, Tensor]:  # fmt: skip
     batch, groups, heads, count = logits.shape
-    wanted, of_each = (
-        (candidates.most, candidates.on(logits.device))
-        if isinstance(candidates, PerSequence)
-        else (candidates, None)
-    )
+    wanted, of_each = most_of(candidates), counts_of(candidates, logits.device)
     out = logits.new_empty((batch, groups, wanted))
     counts = logits.new_zeros((batch, groups), dtype=torch.int64)
     if wanted:
@@ -92,8 +88,7 @@ def group_margins(
             logits=logits.contiguous(), out=out, counts=counts, of_each=of_each, pairs=batch * groups, groups=groups,
             heads=heads, count=count, candidates=wanted, reach=reach,
         )  # fmt: skip
-    margins = Ragged.filled_up(out, candidates) if isinstance(candidates, PerSequence) else out
-    return margins, mean_counts(counts, most, read)
+    return with_sizes(out, candidates), mean_counts(counts, most, read)
 
 
 def group_margins_refuses(
@@ -104,8 +99,7 @@ def group_margins_refuses(
 
 
 def top_k(scores: Tensor | Ragged, count: int | PerSequence) -> Tensor | Ragged:
-    x, counts = (scores.whole, scores.counts) if isinstance(scores, Ragged) else (scores, None)
-    most, ks = (count.most, count.on(x.device)) if isinstance(count, PerSequence) else (count, None)
+    x, most = filled(scores), most_of(count)
     size = x.shape[-1]
     if not x.is_contiguous() and (x.stride(-1) != 1 or x.dim() > 3 or not _evenly_spaced(x)):
         x = x.contiguous()
@@ -113,10 +107,10 @@ def top_k(scores: Tensor | Ragged, count: int | PerSequence) -> Tensor | Ragged:
     if out.numel():
         rows, stride = x.numel() // size, x.stride(-2) if x.dim() > 1 else size
         _library.top_k(
-            scores=x, out=out, counts=counts, ks=ks, rows=rows, count=size, stride=stride, k=most,
-            lists=max(1, rows // x.shape[0]),
+            scores=x, out=out, counts=counts_of(scores, x.device), ks=counts_of(count, x.device), rows=rows,
+            count=size, stride=stride, k=most, lists=max(1, rows // x.shape[0]),
         )  # fmt: skip
-    return Ragged.filled_up(out, count, out.dim() - 1) if isinstance(count, PerSequence) else out
+    return with_sizes(out, count, out.dim() - 1)
 
 
 def top_k_refuses(scores: Tensor | Ragged, count: int | PerSequence) -> str | None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.cpu.ffi.bindings import Function, Struct, anything, int64s, integer
 from kernels.cpu.ffi.library import load
-from kernels.ragged import Ragged, filled, first_of
+from kernels.ragged import Ragged, counts_of, filled, first_of, table_of, with_sizes
 
 
 class CopyRows(Struct):
@@ -49,15 +49,14 @@ _library = load(
 def gather_rows(x: Tensor | Ragged, rows: Tensor | Ragged) -> Tensor | Ragged:
     """Copy rows (tokens) of each KV head out of x [B G S D] at the indices rows [B G K], as
     kernels/reference.py defines it. -> [B G K D]"""
-    (first, table), sizes = _located(x), rows.sizes if isinstance(rows, Ragged) else None
     chosen = filled(rows).long().contiguous()
-    out = torch.empty((*chosen.shape, first.shape[3]), dtype=first.dtype)
+    out = torch.empty((*chosen.shape, first_of(x).shape[3]), dtype=x.dtype)
     if out.numel():
-        counts = None if sizes is None else sizes.on(out.device)
+        counts, sizes = counts_of(rows, out.device), _sizes(out, chosen)
         _library.gather_rows(
-            x=first, table=table, rows=chosen, counts=counts, block=out, **_sizes(out, chosen)
+            x=first_of(x), table=table_of(x), rows=chosen, counts=counts, block=out, **sizes
         )
-    return out if sizes is None else Ragged.filled_up(out, sizes)
+    return with_sizes(out, rows)
 
 
 def gather_rows_refuses(x: Tensor | Ragged, rows: Tensor | Ragged) -> str | None:
@@ -77,16 +76,19 @@ def gather_tiers(
     `far` [B G S D], as kernels/reference.py defines it. -> [B G K D]"""
     if held is None or slots is None:
         return gather_rows(far, rows)
-    (first, table), chosen, at = (
-        _located(far),
-        filled(rows).long().contiguous(),
-        slots.long().contiguous(),
-    )
-    out = torch.empty((*chosen.shape, first.shape[3]), dtype=first.dtype)
+    chosen = filled(rows).long().contiguous()
+    at = slots.long().contiguous()
+    out = torch.empty((*chosen.shape, first_of(far).shape[3]), dtype=far.dtype)
     if out.numel():
         sizes = _sizes(out, chosen)
         _library.gather_tiers(
-            far=first, table=table, held=held, rows=chosen, slots=at, block=out, **sizes
+            far=first_of(far),
+            table=table_of(far),
+            held=held,
+            rows=chosen,
+            slots=at,
+            block=out,
+            **sizes,
         )
     return out
 
@@ -101,10 +103,10 @@ def gather_tiers_refuses(
 
 def put_rows(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> None:
     rows, values = rows.long().contiguous(), values.contiguous()
-    first, table = _located(x)
     if values.numel():
+        sizes = _sizes(values, rows)
         _library.put_rows(
-            x=first, table=table, rows=rows, counts=None, block=values, **_sizes(values, rows)
+            x=first_of(x), table=table_of(x), rows=rows, counts=None, block=values, **sizes
         )
 
 
@@ -112,10 +114,6 @@ def put_rows_refuses(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> str | 
     if values.dtype != x.dtype:
         return f"takes one dtype, got {x.dtype} and values of {values.dtype}"
     return _unfit(first_of(x))
-
-
-def _located(x: Tensor | Ragged) -> tuple[Tensor, Tensor | None]:
-    return (x.first, x.table) if isinstance(x, Ragged) else (x, None)
 
 
 def _sizes(block: Tensor, rows: Tensor) -> dict[str, int]:

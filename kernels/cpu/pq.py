@@ -16,7 +16,7 @@ from kernels.cpu.ffi.bindings import (
     real,
 )
 from kernels.cpu.ffi.library import load
-from kernels.ragged import Ragged, first_of
+from kernels.ragged import Ragged, counts_of, first_of, table_of, with_sizes
 
 
 class PQWeights(Struct):
@@ -47,20 +47,15 @@ def pq_weights(
     batch, groups, parts, clusters, width = centroids.shape
     count = codes.shape[2]
     out = q.new_empty((batch, groups, count), dtype=torch.float32)
-    of_centroids, of_codes, sizes, counts = None, None, None, None
-    if isinstance(centroids, Ragged) and isinstance(codes, Ragged):
-        of_centroids = centroids.table
-        of_codes = codes.table
-        sizes = centroids.counts
-        counts = codes.counts
     if count:
         _library.pq_weights(
             q=q.contiguous(), centroids=first_of(centroids).contiguous(), codes=first_of(codes).contiguous(),
-            of_centroids=of_centroids, of_codes=of_codes, sizes=sizes, counts=counts, out=out,
+            of_centroids=table_of(centroids), of_codes=table_of(codes), sizes=counts_of(centroids, q.device),
+            counts=counts_of(codes, q.device), out=out,
             code_bytes=codes.dtype.itemsize, pairs=batch * groups, groups=groups, heads=q.shape[1] // groups,
             parts=parts, clusters=clusters, width=width, count=count, scale=scale,
         )  # fmt: skip
-    return Ragged.filled_up(out, codes.sizes) if isinstance(codes, Ragged) else out
+    return with_sizes(out, codes)
 
 
 def pq_weights_refuses(

@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels.cpu.ffi.bindings import Function, Struct, elements, int64s, integer
 from kernels.cpu.ffi.library import load
 from kernels.pages import token_rows
-from kernels.ragged import Ragged, first_of
+from kernels.ragged import Ragged, counts_of, first_of, table_of, with_sizes
 
 
 class RebuildKeys(Struct):
@@ -39,17 +39,17 @@ def rebuild_keys(
     factors u [B S r] and basis [B G r D], and rotate them by cos and sin, as kernels/reference.py
     defines it."""
     groups, rank, dim = first_of(basis).shape[1:]
-    sizes = chunks.sizes * size if isinstance(chunks, Ragged) else None
+    sizes = chunks.sizes * size if isinstance(chunks, Ragged) else 0
     places = token_rows(chunks, size).long().contiguous()
     out = places.new_empty((*places.shape, dim), dtype=u.dtype)
     if out.numel():
         _library.rebuild_keys(
-            u=first_of(u), basis=first_of(basis).contiguous(), cos=_angles(cos), sin=_angles(sin), u_table=_table(u),
-            basis_table=_table(basis), cos_table=_table(cos), sin_table=_table(sin), positions=places,
-            counts=None if sizes is None else sizes.on(out.device), out=out, batch=len(places), groups=groups,
+            u=first_of(u), basis=first_of(basis).contiguous(), cos=_angles(cos), sin=_angles(sin), u_table=table_of(u),
+            basis_table=table_of(basis), cos_table=table_of(cos), sin_table=table_of(sin), positions=places,
+            counts=counts_of(sizes, out.device), out=out, batch=len(places), groups=groups,
             count=places.shape[2], rank=rank, dim=dim,
         )  # fmt: skip
-    return out if sizes is None else Ragged.filled_up(out, sizes)
+    return with_sizes(out, sizes)
 
 
 def rebuild_keys_refuses(
@@ -91,7 +91,3 @@ def _unfit(u: Tensor, basis: Tensor, cos: Tensor, sin: Tensor) -> str | None:
 def _angles(x: Tensor | Ragged) -> Tensor:
     """Return cos or sin as [P R], a row per position; for several sequences the first one's."""
     return first_of(x).flatten(0, -2)
-
-
-def _table(x: Tensor | Ragged) -> Tensor | None:
-    return x.table if isinstance(x, Ragged) else None

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from kernels.cpu.ffi.bindings import Function, Struct, elements, floats, int64s, integer
 from kernels.cpu.ffi.library import load
 from kernels.pages import by_sign
-from kernels.ragged import Ragged, first_of
+from kernels.ragged import Ragged, counts_of, first_of, table_of, with_sizes
 
 
 class RowScores(Struct):
@@ -37,17 +37,14 @@ def row_scores(q: Tensor, x: Tensor | Ragged) -> Tensor | Ragged:
     index, as kernels/reference.py defines it. q [B G g C], x [B G S C] -> [B G g S]"""
     batch, groups, heads, width = q.shape
     count, size = x.shape[2], x.dtype.itemsize
-    first, table, counts = (
-        (x.first, x.table, x.counts) if isinstance(x, Ragged) else (x, None, None)
-    )
     out = q.new_empty((batch, groups, heads, count), dtype=torch.float32)
     q = q.contiguous() if width * size % 64 == 0 else pad(q, (0, -width % (64 // size)))
     if count:
         _library.row_scores(
-            q=q, x=first, table=table, counts=counts, out=out, batch=batch, groups=groups, heads=heads,
-            width=q.shape[3], count=count, row_bytes=width * size,
+            q=q, x=first_of(x), table=table_of(x), counts=counts_of(x, q.device), out=out, batch=batch,
+            groups=groups, heads=heads, width=q.shape[3], count=count, row_bytes=width * size,
         )  # fmt: skip
-    return Ragged.filled_up(out, x.sizes, 3) if isinstance(x, Ragged) else out
+    return with_sizes(out, x, 3)
 
 
 def row_scores_refuses(q: Tensor, x: Tensor | Ragged) -> str | None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from kernels.gpu.choose import row_log_sum_exp, weights
 from kernels.gpu.common import (
     DTYPES,
-    counts_of,
     head_rows,
+    lengths_of,
     load,
     located,
     number_of,
@@ -86,7 +86,7 @@ def _run(
     _channels[(blocks, batch * groups)](
         q.contiguous(),
         located(x),
-        counts_of(x),
+        lengths_of(x),
         channels.contiguous(),
         out,
         lses,

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kernels.gpu.common import (
     DTYPES,
-    counts_of,
     finite,
     known,
+    lengths_of,
     load,
     load_wide,
     number_of,
@@ -68,7 +68,7 @@ def group_weights(logits: Tensor | Ragged, scale: float, reduce: str) -> Tensor 
     defines it: a softmax in each query head, then the sum or the largest over the group."""
     x = filled(logits)
     x = (x if x.stride(3) == 1 else x.contiguous()).flatten(0, 2).unflatten(0, x.shape[:3])
-    lses = log_sum_exp(x, scale, counts_of(logits))
+    lses = log_sum_exp(x, scale, lengths_of(logits))
     return with_sizes(weights(x, lses, scale, reduce), logits)
 
 

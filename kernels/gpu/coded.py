@@ -19,10 +19,10 @@ from kernels.coded import Coded, CodedFloats, Codes, decoded_tokens
 from kernels.gpu.common import (
     DTYPES,
     Rows,
-    counts_of,
     each,
     fused,
     head_rows,
+    lengths_of,
     load,
     load_wide,
     located,
@@ -65,7 +65,7 @@ def coded_attention(
         _attend_codes[(batch * groups, pieces)](
             q,
             *_located(coded),
-            counts_of(coded.k),
+            lengths_of(coded.k),
             outs,
             lses,
             scale,
@@ -126,7 +126,7 @@ def decode_rows(
     if count:
         _decode_rows[(triton.cdiv(count, at_once), batch * groups)](
             *_located(coded),
-            counts_of(coded.k) if rows is None else None,
+            lengths_of(coded.k) if rows is None else None,
             *(None if x is None else x.contiguous() for x in (rows, blocks)),
             exact,
             each(unused),

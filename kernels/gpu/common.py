@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dispatch import forced_backend
-from kernels.per_sequence import PerSequence
-from kernels.ragged import RAGGED, Ragged
+from kernels.per_sequence import PerSequence, most_of
+from kernels.ragged import RAGGED, Ragged, counts_of
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -144,17 +144,15 @@ def each(numbers: Tensor | None) -> tuple[Tensor, int] | None:
     return None if numbers is None else (numbers, int(len(numbers) > 1))
 
 
-def counts_of(x: Tensor | Ragged) -> tuple[Tensor, int] | None:
+def lengths_of(x: Tensor | Ragged) -> tuple[Tensor, int] | None:
     """Return the lengths of unequal sequences as `each` does, or None if x is one tensor."""
-    return each(x.counts) if isinstance(x, Ragged) else None
+    return each(counts_of(x, x.device))
 
 
 def known(number: int | PerSequence, device: torch.device) -> tuple[tuple[Tensor, int] | None, int]:
     """Return a number for all sequences, or one for each, for a kernel: as `each` does, or None if
     it is the same for all, and the largest."""
-    if isinstance(number, PerSequence):
-        return each(number.on(device)), number.most
-    return None, number
+    return each(counts_of(number, device)), most_of(number)
 
 
 @triton.constexpr_function

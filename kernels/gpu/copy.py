@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kernels.gpu import common
 from kernels.gpu.common import (
-    counts_of,
     head_rows,
+    lengths_of,
     load,
     located,
     number_of,
@@ -59,7 +59,7 @@ def gather_tiers(
             _words(far),
             None if held is None else _words(held),
             chosen.contiguous(),
-            counts_of(rows),
+            lengths_of(rows),
             None if slots is None else slots.contiguous(),
             _words(out).x,
             count,

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from kernels.gpu.common import (
     Rows,
-    counts_of,
     each,
     finite,
     head_rows,
+    lengths_of,
     load,
     load_wide,
     located,
@@ -222,7 +222,7 @@ def _given(segment: Segment, shape: _Shape) -> _Given:
     k, v, rows, live, _ = segment
     log_weights = segment.weights_of(segment.lists[1])
     listed: Tensor | Ragged = k if rows is None else rows
-    of_each = counts_of(listed) if live is None else each(live)
+    of_each = lengths_of(listed) if live is None else each(live)
     rows = None if rows is None else filled(rows).contiguous()
     constants = _Shape(*map(tl.constexpr, shape))
     return _Given(located(k), located(v), rows, of_each, log_weights, constants)

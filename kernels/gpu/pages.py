@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.common import (
-    counts_of,
     known,
+    lengths_of,
     load,
     number_of,
     program_at,
@@ -32,7 +32,16 @@ def token_rows(chunks: Tensor | Ragged, size: int, last: int | PerSequence | Non
     if tokens:
         of_each, number = known(0 if last is None else last, whole.device)
         _token_rows[(triton.cdiv(tokens, _TOKENS), batch * heads)](
-            whole, counts_of(chunks), of_each, out, *whole.stride(), room, number, more, heads, size
+            whole,
+            lengths_of(chunks),
+            of_each,
+            out,
+            *whole.stride(),
+            room,
+            number,
+            more,
+            heads,
+            size,
         )
     return out
 

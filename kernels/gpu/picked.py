@@ -17,7 +17,7 @@ from kernels.gpu.common import (
     unfit_group,
     unfit_heads,
 )
-from kernels.per_sequence import PerSequence
+from kernels.per_sequence import PerSequence, most_of
 from kernels.picked import LEAST
 
 _LEAST = tl.constexpr(LEAST)
@@ -44,7 +44,7 @@ def pick_channels(
 
 
 def pick_channels_refuses(q: Tensor, r: int | PerSequence, *_: float) -> str | None:
-    if (r.most if isinstance(r, PerSequence) else r) > q.shape[3]:
+    if most_of(r) > q.shape[3]:
         return "leaves the error for too large a count to torch"
     return unfit_heads(q) or unfit_floats(q) or unfit_group(q.shape[2])
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from kernels.gpu.choose import row_log_sum_exp, whole_log_sum_exp
 from kernels.gpu.common import (
     Rows,
-    counts_of,
     finite,
     head_rows,
     known,
+    lengths_of,
     load,
     load_wide,
     located,
@@ -86,7 +86,7 @@ def _table_of(q: Tensor, centroids: Tensor | Ragged) -> Tensor:
     block = min(_CLUSTERS, padded(clusters))
     table = q.new_empty((batch, groups, parts, clusters, padded(heads, 1)), dtype=torch.float32)
     _table[(batch * groups * parts, triton.cdiv(clusters, block))](
-        q.contiguous(), _parts(centroids), counts_of(centroids), table, groups, parts, clusters, width,
+        q.contiguous(), _parts(centroids), lengths_of(centroids), table, groups, parts, clusters, width,
         min(_MOST_CHANNELS, padded(width)), heads, block,
     )  # fmt: skip
     return table
@@ -106,7 +106,7 @@ def _run(
     _look_up[(triton.cdiv(count, _BLOCK), batch * groups)](
         table,
         located(codes),
-        counts_of(codes),
+        lengths_of(codes),
         lses,
         lse,
         weights,
@@ -141,12 +141,12 @@ def pq_best(
             held if isinstance(held, Ragged) else held.contiguous().unsqueeze(3)
         )
         _cells[(rows,)](
-            q.contiguous(), _parts(centroids), counts_of(centroids), located(of_cells), counts, kinds, needs, scale,
+            q.contiguous(), _parts(centroids), lengths_of(centroids), located(of_cells), counts, kinds, needs, scale,
             most, groups, clusters, width, q.shape[1] // groups, num_warps=max(8, padded(width) // 8),
         )  # fmt: skip
         common = (
             located(codes),
-            counts_of(codes),
+            lengths_of(codes),
             kinds,
             numbers,
             tokens,

@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.common import (
-    counts_of,
     head_rows,
+    lengths_of,
     load,
     located,
     located_angles,
@@ -46,7 +46,7 @@ def rebuild_keys(
             located_angles(cos, batch),
             located_angles(sin, batch),
             out,
-            counts_of(chunks),
+            lengths_of(chunks),
             count,
             size,
             groups,

@@ -10,9 +10,9 @@ from torch import Tensor
 from kernels.gpu import common
 from kernels.gpu.choose import row_log_sum_exp, weights
 from kernels.gpu.common import (
-    counts_of,
     each,
     head_rows,
+    lengths_of,
     load,
     located,
     number_of,
@@ -99,7 +99,7 @@ def _run(
         _scores[(blocks, batch * groups)](
             q.contiguous(),
             located(x.mT if by_channel else x),
-            counts_of(x),
+            lengths_of(x),
             each(live),
             out,
             of_blocks if scale is None and live is not None else None,

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from kernels.gpu.common import (
     DTYPES,
-    counts_of,
     known,
+    lengths_of,
     load,
     number_of,
     padded,
@@ -50,7 +50,7 @@ _NONE = tl.constexpr(2**31 - 1)
 def top_k(scores: Tensor | Ragged, count: int | PerSequence) -> Tensor | Ragged:
     """Find the indices of the `count` largest scores of each row, as kernels/reference.py defines
     it; among equal scores the first in the row. [... S] -> [... count]"""
-    whole, sizes = filled(scores), counts_of(scores)
+    whole, sizes = filled(scores), lengths_of(scores)
     counts, most = known(count, whole.device)
     rows = (whole if whole.stride(-1) == 1 else whole.contiguous()).flatten(0, -2)
     out = torch.empty((len(rows), most), dtype=torch.int64, device=whole.device)

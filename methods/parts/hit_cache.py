@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels import ops
-from kernels.per_sequence import PerSequence
+from kernels.per_sequence import PerSequence, most_of
 from kernels.ragged import Ragged, filled
 from kernels.reference import Segment, without_missing
 from methods.base import LayerWorkload
@@ -50,7 +50,7 @@ class HitCache:
     def _none(self) -> int:
         """Return the number that marks an empty place in `held`, which is one past the last
         chunk's."""
-        return self.total.most if isinstance(self.total, PerSequence) else self.total
+        return most_of(self.total)
 
     def read_through(
         self, chunks: Tensor | Ragged, load: Load, traffic: Traffic, *, may_wait: bool
