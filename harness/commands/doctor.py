@@ -17,7 +17,8 @@ from typing import NamedTuple
 from harness.config.clashes import clashes
 from harness.config.errors import as_command
 from harness.models import devices
-from harness.models.embedded import cache_root, installed
+from harness.models.embedded import installed
+from harness.models.snapshots import cache_root
 from harness.results import provenance
 from harness.terminal.arguments import Parser
 from harness.terminal.notices import say

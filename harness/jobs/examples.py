@@ -13,7 +13,7 @@ from evals.base import Example, Task, TaskEnv
 from harness.config import plugins
 from harness.config.settings import Settings, SettingsError
 from harness.models.base import ModelSource
-from harness.models.embedded import cache_root
+from harness.models.snapshots import cache_root
 from harness.prompts.prompt import (
     ContextTooShort,
     Cut,

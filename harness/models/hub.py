@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evals.data import value_of
+from harness.models import adapter as adapters
 from harness.models.base import (
     WHOLE,
     WINDOW,
@@ -92,7 +93,8 @@ class HuggingFace(ModelSource):
     """Provide a model in the Hugging Face layout. `name`: hub id or folder. `revision`: branch, tag
     or commit. `window`: the most tokens, None for the config's own. `rope`: another rotation, for
     longer texts (harness/models/rope.py). `device_map`: auto spreads the layers over all GPUs by
-    accelerate, None keeps them on one device."""
+    accelerate, None keeps them on one device. `adapter`: a folder with a LoRA adapter
+    (harness/models/adapter.py)."""
 
     name: str
     revision: str | None = None
@@ -100,6 +102,7 @@ class HuggingFace(ModelSource):
     rope: dict[str, Any] | None = None
     trust_remote_code: bool = False
     device_map: str | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         if self.trust_remote_code:
@@ -131,7 +134,7 @@ class HuggingFace(ModelSource):
             own = Identity(self.name, f"files-sha256:{fingerprint(folder)}", "local")
         else:
             own = Identity(self.name, folder.name, "hub")
-        return identified(own, self.rope)
+        return adapters.identified(identified(own, self.rope), self._adapter())
 
     def config(self) -> PreTrainedConfig:
         from transformers import AutoConfig
@@ -139,6 +142,11 @@ class HuggingFace(ModelSource):
         folder = self.folder()
         stated = _text_part(read_config(folder))
         check_config(stated, self.name)
+        if quantisation(stated) and self._adapter():
+            raise ModelError(
+                f"{self.name} has quantised weights, into which no adapter can be merged: use the version that is not "
+                "quantised."
+            )
         with _naming(folder / "config.json"):
             config = AutoConfig.from_pretrained(folder, **OFFLINE)
             text = config.get_text_config(decoder=True)
@@ -167,7 +175,7 @@ class HuggingFace(ModelSource):
     def tokenizer(self) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer
 
-        folder = self.folder()
+        folder = adapters.tokenizer_folder(self.folder(), self._adapter())
         if not (folder / "tokenizer.json").is_file():
             raise ModelError(
                 f"{self.name} has no tokenizer.json, which prompts need: save it with a fast tokenizer."
@@ -177,6 +185,22 @@ class HuggingFace(ModelSource):
             return AutoTokenizer.from_pretrained(folder, **OFFLINE, fix_mistral_regex=True)
 
     def build(self, dtype: torch.dtype, device: str) -> PreTrainedModel:
+        return adapters.merged(self._built, self._adapter(), dtype, device)
+
+    def _adapter(self) -> Path | None:
+        """Return the folder of the adapter that is asked for, or the model's own if one lies beside the
+        weights."""
+        beside = self.folder()
+        if not adapters.holds_adapter(beside):
+            return adapters.checked(Path(self.adapter).expanduser()) if self.adapter else None
+        if self.adapter:
+            raise ModelError(
+                f"{self.name} has an adapter beside its weights, and model.adapter={self.adapter} is another: leave "
+                "that out, or take the files of the first away."
+            )
+        return adapters.checked(beside)
+
+    def _built(self, dtype: torch.dtype, device: str) -> PreTrainedModel:
         import transformers
         from transformers import AutoModelForCausalLM
         from transformers.utils.import_utils import is_accelerate_available
@@ -184,6 +208,8 @@ class HuggingFace(ModelSource):
         folder, config = self.folder(weights=True), self.config()
         auto: Any = AutoModelForCausalLM
         options = {"config": config, "dtype": dtype, "use_safetensors": True}
+        # transformers would wrap an adapter that lies beside the weights around them
+        options["adapter_kwargs"] = {"subfolder": "elsewhere"}
         # by some packages, which else take a GPU if there is one
         packed = bool(quantisation(config))
         # each weight goes from its file to the device
@@ -214,12 +240,16 @@ class HuggingFace(ModelSource):
         local = Path(self.name).expanduser()
         if not self._is_local():
             small = snapshot(self.name, self.revision, weights=False)
+            if not (small / "config.json").is_file():
+                adapters.refuse_as_model(small, self.name)
             # the weights of that commit
             return snapshot(self.name, small.name, weights=True) if weights else small
         if self.revision is not None:
             raise ModelError(
                 f"model.revision={self.revision} does not apply to the local folder {local}: set it to null."
             )
+        if not has_weights(local):
+            adapters.refuse_as_model(local, self.name)
         if not (local / "config.json").is_file():
             raise ModelError(
                 f"{local} holds no config.json: point model.name at a folder made by save_pretrained."

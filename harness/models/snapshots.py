@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,6 @@ from pathlib import Path
 from evals.data import value_of
 from evals.hub import reachable
 from harness.models.base import ModelError
-from harness.models.embedded import cache_root
 from kernels.temporary import replacing
 
 SMALL_FILES = [
@@ -27,16 +27,20 @@ SMALL_FILES = [
     "*.jinja",
 ]
 SMALL_FILES += ["vocab.json", "merges.txt", "added_tokens.json"]
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+SMALL_FILES += ADAPTER_FILES
 WEIGHT_FILES = ["model*.safetensors"]
-# further files that transformers reads from a local folder: more templates, and with peft an adapter
-LOCAL_FILES = [
-    "additional_chat_templates/*.jinja",
-    "adapter_config.json",
-    "adapter_model.safetensors",
-]
+# further files that transformers reads from a local folder
+LOCAL_FILES = ["additional_chat_templates/*.jinja"]
 SMALL = 2**20  # bytes; the hash of a smaller file is not remembered
 INDEX = "model.safetensors.index.json"
 ADVICE = "point model.name at a local folder, or use model=smollm2, which needs no download"
+
+
+def cache_root() -> Path:
+    if named := os.environ.get("KV_HARNESS_CACHE"):
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kv-harness"
 
 
 def snapshot(name: str, revision: str | None, *, weights: bool) -> Path:

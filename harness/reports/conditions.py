@@ -39,6 +39,12 @@ def conditions(table: Comparison) -> Iterator[str]:
     yield from dict.fromkeys(
         f"model: rotated by model.rope={plain(rope)}, not by its own config" for rope in ropes
     )
+    revisions = [(entry.run.info.get("identity") or {}).get("model_revision") for entry in entries]
+    adapters = [str(revision).partition("+adapter-")[2] for revision in revisions]
+    yield from dict.fromkeys(
+        f"model: a LoRA adapter is merged into its weights ({adapter})"
+        for adapter in filter(None, adapters)
+    )
     for subjects in SUBJECTS:
         yield "; ".join(_per_row(subject, entries) for subject in subjects)
     if common := _common_settings([entry.run for entry in entries]):

@@ -88,11 +88,14 @@ def asked(config: Values, named: Values) -> dict[str, Any]:
 
 def model_name(config: Mapping[str, Any]) -> str:
     """Return the model's name on the hub or its folder; without one, its class, and for random
-    weights the shape."""
+    weights the shape; then the name of an adapter's folder."""
     model = config.get("model")
     if isinstance(model, Mapping):
         kind = str(model.get("_target_", "unknown")).rpartition(".")[2]
+        adapter = model.get("adapter")
         model = model.get("name") or " ".join(filter(None, (kind, model.get("shape"))))
+        if adapter:
+            model = f"{model} with {Path(adapter).name}"
     return str(model)
 
 

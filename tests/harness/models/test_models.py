@@ -550,7 +550,7 @@ def test_a_conversion_that_fails_leaves_nothing(
     monkeypatch.setattr(embedded, "convert", fail)
     with pytest.raises(ModelError, match=says):
         SmolLM2().load("fp32", "cpu")
-    assert not list(embedded.cache_root().iterdir())
+    assert not list(snapshots.cache_root().iterdir())
 
 
 @pytest.mark.slow
