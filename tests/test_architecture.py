@@ -22,7 +22,7 @@ ALLOWED = {
     "kernels": {"kernels", "torch", "triton", "flash_attn"},
     "methods": {"methods", "kernels", "torch"},
     "evals": {
-        "evals", "numpy", "scipy", "huggingface_hub", "pyarrow", "rouge", "rapidfuzz", "jieba",
+        "evals", "numpy", "scipy", "huggingface_hub", "pyarrow", "rouge_score", "rapidfuzz", "jieba",
         "wonderwords", "tokenizers", "lm_eval", "jinja2", "math_verify",
     },
 }  # fmt: skip
