@@ -29,6 +29,8 @@ from evals import bounded
 
 Floats = NDArray[np.float64]
 Units = Sequence[str] | None  # what each score belongs to; None: each is a unit of its own
+# of each score; a group in a group, as of one of several tasks, is named by both: (task, group)
+Groups = Sequence[str] | Sequence[tuple[str, ...]]
 
 ALPHA = 0.05
 # How many scores of which no two are alike, as perplexities are, must be seen before an unseen one is taken to be near
@@ -55,7 +57,7 @@ class Paired(NamedTuple):
 
 
 def interval(
-    scores: Sequence[float], groups: Sequence[str], *, units: Units = None, level: float = 1 - ALPHA
+    scores: Sequence[float], groups: Groups, *, units: Units = None, level: float = 1 - ALPHA
 ) -> Interval | None:
     """Return the confidence interval of the mean of group means, or None without a score. Where all
     scores are 0 or 1 it is Clopper and Pearson's. `units`: the unit of each score; scores of one
@@ -73,7 +75,7 @@ def interval(
 
 
 def paired(
-    scores: Sequence[float], baseline: Sequence[float], groups: Sequence[str], units: Units = None
+    scores: Sequence[float], baseline: Sequence[float], groups: Groups, units: Units = None
 ) -> Paired:
     """Compare two runs on the same examples by the difference of their mean scores: test on two
     sides whether it is 0, and return it with the p-value and a 95 % interval, which leaves out 0
@@ -87,7 +89,10 @@ def paired(
 
 
 def p_value(
-    scores: Sequence[float], baseline: Sequence[float], units: Units = None, groups: Units = None
+    scores: Sequence[float],
+    baseline: Sequence[float],
+    units: Units = None,
+    groups: Groups | None = None,
 ) -> float:
     """Return the p-value of `paired` alone, without the interval, which takes longer. `groups`:
     None for one group."""
@@ -166,7 +171,7 @@ class _Sample:
 
 
 def _differences(
-    scores: Sequence[float], baseline: Sequence[float], groups: Sequence[str], units: Units
+    scores: Sequence[float], baseline: Sequence[float], groups: Groups, units: Units
 ) -> _Sample:
     ours, theirs = _finite(scores), _finite(baseline)
     if not len(ours):
@@ -186,13 +191,20 @@ def _finite(scores: Sequence[float]) -> Floats:
     return values
 
 
-def _weights(groups: Sequence[str], size: int) -> Floats:
+def _weights(groups: Groups, size: int) -> Floats:
     """Return the weight of each of `size` examples in the mean of group means: 1 / (number of
-    groups * examples of its group)."""
+    groups * examples of its group); with groups in groups, of the means of these."""
     if len(groups) != size:
         raise ValueError(f"{size} scores for {len(groups)} groups: give each example one of both")
-    sizes = Counter(groups)
-    return np.array([1 / (len(sizes) * sizes[group]) for group in groups])
+    paths = [(group,) if isinstance(group, str) else tuple(group) for group in groups]
+    sizes = Counter(paths)
+    nodes = {path[: depth + 1] for path in sizes for depth in range(len(path))}
+    parts = Counter(node[:-1] for node in nodes)
+    inverse = {
+        path: many * math.prod(parts[path[:depth]] for depth in range(len(path)))
+        for path, many in sizes.items()
+    }
+    return np.array([1 / inverse[path] for path in paths])
 
 
 def _is_dense(values: Floats) -> bool:

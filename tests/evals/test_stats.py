@@ -26,6 +26,14 @@ class TestTail:
 
 
 class TestInterval:
+    def test_groups_in_groups_weigh_the_same_at_each_level(self) -> None:
+        """Two tasks, one with groups of 2 and 1 examples, the other with one of 3."""
+        groups = [("a", "x"), ("a", "x"), ("a", "y"), *[("b", "z")] * 3]
+        ours, theirs = [1.0, 0.5, 0.25, 0.0, 0.5, 1.0], [0.0] * 6
+        assert stats.paired(ours, theirs, groups).diff == pytest.approx(((0.75 + 0.25) / 2 + 0.5) / 2)
+        single, flat = ([(group,) for group in "aabccc"], list("aabccc"))
+        assert stats.interval(ours, single) == stats.interval(ours, flat)
+
     @pytest.mark.parametrize(("right", "n"), [(0, 1), (0, 20), (7, 20), (20, 20), (499, 500)])
     def test_right_and_wrong_are_clopper_and_pearson(self, right: int, n: int) -> None:
         ours = stats.interval([1.0] * right + [0.0] * (n - right), ONE * n)
