@@ -58,7 +58,7 @@ class CodeBlock(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """python, yaml, text (a drawing), commands, or output: what a command prints, and file contents."""
+        """python, yaml, latex, text (a drawing), commands, or output: what a command prints, and file contents."""
         if self.language:
             return self.language
         return "commands" if any(_is_command(line) for line in self.text.splitlines()) else "output"
@@ -96,7 +96,7 @@ def of_kind(kind: str, few: bool = False) -> pytest.MarkDecorator:
 def test_no_block_is_left_out() -> None:
     fences = sum(line.startswith(FENCE) for page in PAGES for line in page.read_text(encoding="utf-8").splitlines())
     assert 2 * len(BLOCKS) == fences
-    assert {block.kind for block in BLOCKS} <= {"python", "yaml", "commands", "output", "text"}
+    assert {block.kind for block in BLOCKS} <= {"python", "yaml", "commands", "output", "text", "latex"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -18,7 +18,6 @@ from harness.config.errors import as_command
 from harness.reports.against import against
 from harness.reports.compare import Comparison, comparisons
 from harness.reports.document import (
-    as_latex,
     as_markdown,
     as_rows,
     as_text,
@@ -32,17 +31,61 @@ from harness.results.run_folder import find, load_all
 from harness.terminal.arguments import Parser, config_dir
 from harness.terminal.notices import say, show, visible, warn
 
-ALONE = ("details", "csv", "md", "tex", "html", "against", "plots")  # options that show runs
+ALONE = ("details", "csv", "md", "paper", "html", "against", "plots")  # options that show runs
 
 
 @as_command()
 def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    if options.leaderboard:
+        from harness.reports.leaderboard import leaderboard  # matplotlib, as below
+
+        options.leaderboard.parent.mkdir(parents=True, exist_ok=True)
+        files.write_atomically(options.leaderboard, leaderboard(options.folders or [PUBLISHED]))
+        say(f"wrote {options.leaderboard}")
+        return 0
+    runs, unreadable = load_all(find(options.folders), options.config_dir)
+    if not runs:
+        raise StoreError("; ".join(unreadable))
+    tables = comparisons([run for run in runs if not run.is_empty])
+    empty = [
+        f"{run.folder.name} ({run.info.get('error') or run.status})" for run in runs if run.is_empty
+    ]
+    left_out = (
+        [f"without a single example, and so in no table: {', '.join(empty)}"] if empty else []
+    )
+    compared = against(tables, options.against) if options.against else []
+    if options.paper:
+        text = _paper(tables, options)
+    elif options.details:
+        text = as_text(tables, compared)
+    else:
+        text = overview_text(tables, _more(options.folders), colour=shows_colour(sys.stdout))
+        text += f"\n\n{as_text((), compared)}" if compared else ""
+    show("\n".join(filter(None, [text, *map(visible, left_out)])))
+    left_out += [f"left out: {message}" for message in unreadable]
+    for path in _written(tables, compared, options, left_out):
+        say(f"wrote {path}")
+    for message in unreadable:
+        warn(f"left out: {message}")
+    return 2 if unreadable else 0
+
+
+def _options(arguments: Sequence[str] | None) -> Namespace:
+    """Return what was typed, or end with an error if it cannot be done."""
     parser = Parser("report", __doc__)
     parser.path("folders", "DIR", "folder of a run, or any above it", nargs="*")
     parser.flag("--details", "every table, with conditions, cautions and notes")
     parser.path("--csv", "FILE", "all of every summary, raw numbers")
     parser.path("--md", "FILE", "the same tables in Markdown")
-    parser.path("--tex", "FILE", "the same tables in LaTeX (booktabs)")
+    parser.path(
+        "--paper",
+        "FILE.yaml",
+        "the table of a paper, as FILE.yaml or a layout (snapkv, pqcache, shadowkv) says",
+        nargs="?",
+        const=True,  # without a file: what suits the runs
+    )
+    parser.path("--out", "FILE", "where --paper writes it: FILE.tex, FILE.csv or FILE.md")
     parser.path("--html", "FOLDER", "one page to look through: FOLDER/index.html")
     parser.path("--leaderboard", "FILE", "a page of all rows published here, or of CSVs in DIR")
     parser.add_argument(
@@ -61,38 +104,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(
             f"--leaderboard shows CSV files and no runs: use {others[0]} in a command of its own"
         )
-    if options.leaderboard:
-        from harness.reports.leaderboard import leaderboard  # matplotlib, as below
+    if not options.folders and not options.leaderboard:
+        parser.error("name a DIR: the folder of a run, or any above it, in front of the options")
+    if (options.paper is None) != (options.out is None):
+        parser.error("--paper and --out FILE go together: FILE.tex, FILE.csv or FILE.md")
+    return options
 
-        options.leaderboard.parent.mkdir(parents=True, exist_ok=True)
-        files.write_atomically(options.leaderboard, leaderboard(options.folders or [PUBLISHED]))
-        say(f"wrote {options.leaderboard}")
-        return 0
-    if not options.folders:
-        parser.error("name a DIR: the folder of a run, or any above it")
-    runs, unreadable = load_all(find(options.folders), options.config_dir)
-    if not runs:
-        raise StoreError("; ".join(unreadable))
-    tables = comparisons([run for run in runs if not run.is_empty])
-    empty = [
-        f"{run.folder.name} ({run.info.get('error') or run.status})" for run in runs if run.is_empty
-    ]
-    left_out = (
-        [f"without a single example, and so in no table: {', '.join(empty)}"] if empty else []
-    )
-    compared = against(tables, options.against) if options.against else []
-    if options.details:
-        text = as_text(tables, compared)
-    else:
-        text = overview_text(tables, _more(options.folders), colour=shows_colour(sys.stdout))
-        text += f"\n\n{as_text((), compared)}" if compared else ""
-    show("\n".join([text, *map(visible, left_out)]))
-    left_out += [f"left out: {message}" for message in unreadable]
-    for path in _written(tables, compared, options, left_out):
-        say(f"wrote {path}")
-    for message in unreadable:
-        warn(f"left out: {message}")
-    return 2 if unreadable else 0
+
+def _paper(tables: Sequence[Comparison], options: Namespace) -> str:
+    """Write the table of a paper, and return what its author must know and its readers do not
+    see."""
+    from harness.reports.choice import Choice
+    from harness.reports.paper.table import paper_table
+    from harness.reports.paper.writers import write
+
+    choice = Choice() if options.paper is True else Choice.read(options.paper)
+    table = paper_table(tables, choice, options.config_dir)
+    write(table, options.out)
+    return "\n".join(map(visible, table.notes()))
 
 
 def _more(folders: Sequence[Path]) -> str:
@@ -126,11 +155,12 @@ def _written(
     left_out: Sequence[str],
 ) -> Iterator[Path]:
     """Write the files that the options ask for, and yield each path once it is written."""
-    for path, write in ((options.md, as_markdown), (options.tex, as_latex)):
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            files.write_atomically(path, write(tables, compared))
-            yield path
+    if options.out:
+        yield options.out
+    if options.md:
+        options.md.parent.mkdir(parents=True, exist_ok=True)
+        files.write_atomically(options.md, as_markdown(tables, compared))
+        yield options.md
     if options.csv:
         options.csv.parent.mkdir(parents=True, exist_ok=True)
         files.write_csv(options.csv, as_rows([*tables, *compared]))

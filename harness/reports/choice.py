@@ -41,31 +41,34 @@ class Choice:
     budgets: Sequence[float | int | str] = ()
     tasks: Sequence[str] = ()
     models: Sequence[str] = ()
-    # what is printed in place of a method, task, group, model or measure
+    # what is printed in place of a method, budget, task, group, model or measure
     names: dict[str, str] = field(default_factory=dict)
     table: dict[str, Any] = field(default_factory=dict)
     figure: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, source: Path) -> Self:
-        """Return the choice in a yaml file, or in the layout of that name."""
+    def read(cls, source: str | Path | Mapping[str, Any]) -> Self:
+        """Return the choice in a yaml file, or in the layout of that name, or with these keys."""
         known = {file.stem: file for file in LAYOUTS.glob("*.yaml")}
-        if not source.is_file() and str(source) not in known:
-            kind = "a folder" if source.is_dir() else "no file"
-            raise ConfigError(
-                f"{source} is {kind}: name a yaml file, or one of the layouts {', '.join(sorted(known))}"
-            )
-        file = known.get(str(source), source) if not source.is_file() else source
-        own = checked(cls, load(file) or {}, str(source))
+        where, values = "choice", source
+        if not isinstance(source, Mapping):
+            file = Path(source)
+            if not file.is_file() and str(source) not in known:
+                kind = "a folder" if file.is_dir() else "no file"
+                raise ConfigError(
+                    f"{source} is {kind}: name a yaml file, or a layout: {', '.join(sorted(known))}"
+                )
+            where, values = str(source), load(file if file.is_file() else known[str(source)]) or {}
+        own = checked(cls, values, where)
         # yaml reads the name of a group, as 4096, as a number
         own = replace(own, names={str(word): str(text) for word, text in own.names.items()})
         if own.like is None:
             return own
         if own.like not in known:
             raise ConfigError(
-                f"{source}: like: {own.like} is no layout{suggestion(own.like, known)}"
+                f"{where}: like: {own.like} is no layout{suggestion(own.like, known)}"
             )
-        base = cls.read(Path(own.like))
+        base = cls.read(own.like)
         given = {key: getattr(own, key) or getattr(base, key) for key in vars(own)}
         both = {key: getattr(base, key) | getattr(own, key) for key in ("names", "table", "figure")}
         return cls(**given | both)
@@ -87,8 +90,8 @@ def checked(section: type[Section], values: Any, where: str) -> Section:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A run that is shown, with the names that are printed for it. The names of model, task and
-    method and the budget together name one run."""
+    """A run that is shown, with the names that are printed for it: those of model, task and method
+    and the budget together name one run."""
 
     model: str
     task: str
@@ -96,6 +99,8 @@ class Chosen:
     budget: str
     row: ReportRow
     table: Comparison
+    # among the chosen models, tasks, methods and budgets: the first ones are 0
+    places: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     @property
     def is_full(self) -> bool:
@@ -140,19 +145,25 @@ def choose(
     placed = []
     for one in candidates:
         row = one.shown.row
-        at = [place for place, size in enumerate(sizes) if _is_of(row, size)]
+        at = tuple(place for place, size in enumerate(sizes) if _is_of(row, size))
         places = [one.place(kind, words) for kind, words in wanted.items()]
         if None in places or (sizes and one.shown.budget and not at):
             continue
-        names = [one.called[kind][-2:][::-1] for kind in wanted]  # the method's, then its label's
+        # the method's name, then its label
+        names = [tuple(one.called[kind][-2:][::-1]) for kind in wanted]
         usual = [(words[0] != FULL, words) for words in names]
-        key = (*zip(places, usual, strict=True), at, asked(row.summary))
-        placed.append((key, one.shown))
+        sized = (at, asked(row.summary), one.shown.budget)
+        placed.append(((*zip(places, usual, strict=True), sized), one.shown))
     if not placed:
         raise StoreError(
             "no run has one of these models, tasks, methods and budgets at once: leave one list out"
         )
-    return [shown for _, shown in sorted(placed, key=lambda pair: pair[0])]
+    rising = [sorted(set(keys)) for keys in zip(*(keys for keys, _ in placed), strict=True)]
+    found = []
+    for keys, shown in placed:
+        model, task, method, its_size = map(list.index, rising, keys)
+        found.append(replace(shown, places=(model, task, method, its_size)))
+    return sorted(found, key=lambda shown: shown.places)
 
 
 def _is_of(row: ReportRow, size: float | int | str) -> bool:
@@ -195,7 +206,9 @@ def _candidates(
             "methods": [*with_size, label, words[0]],
         }
         model, task = printed_models[number], printed_tasks[number]
-        found.append(_Candidate(Chosen(model, task, method, size, row, tables[number]), called))
+        printed_size = names.get(size, size)
+        shown = Chosen(model, task, method, printed_size, row, tables[number])
+        found.append(_Candidate(shown, called))
     return found
 
 

@@ -1,5 +1,5 @@
-"""Writes a report as text, Markdown, LaTeX or rows of a CSV file: the same tables, conditions and
-notes in each.
+"""Writes a report as text, Markdown or rows of a CSV file: the same tables, conditions and notes in
+each.
 
 `overview_text` makes the table that a run prints at its end. The tables' rows come from compare.py,
 their cells from columns.py and groups.py, the lines below them from overview.py and notes.py.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,11 +27,6 @@ from harness.reports.rerun import command
 from harness.terminal.notices import visible
 from harness.terminal.tables import WIDTH, Column, in_markdown, markdown_table, text_table
 
-# of a name that may hold any character
-IN_LATEX = str.maketrans({char: f"\\{char}" for char in "&%$#_{}"})
-IN_LATEX |= str.maketrans(
-    {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-)
 NAMES = 2  # columns that name a row
 RED, PLAIN = "\033[1;31m", "\033[0m"
 LIKELIHOOD = (
@@ -148,47 +142,6 @@ def as_markdown(tables: Sequence[Comparison], compared: Sequence[Comparison] = (
 def _markdown(table: ReportTable) -> str:
     below = "\n".join(f"- {in_markdown(note)}" for note in table.notes if note)
     return f"\n#### {in_markdown(table.caption)}\n\n{markdown_table(table.columns)}\n\n{below}"
-
-
-def as_latex(tables: Sequence[Comparison], compared: Sequence[Comparison] = ()) -> str:
-    """Return a LaTeX table environment for each table, for \\input in a paper. The lines below the
-    first table and the conditions are comments above it."""
-    parts = [r"% \usepackage[T1]{fontenc}\usepackage{booktabs}"]
-    for table in tables:
-        parts += map(_comment, [table.title, *all_lines(table), *conditions(table)])
-        overview = ReportTable("Scores, times and bytes", columns.overview(table))
-        parts += [
-            _latex(shown, f"{shown.caption}: {table.title}")
-            for shown in (overview, *report_tables(table))
-        ]
-    return "\n".join([*parts, *(_latex(_against(table), table.title) for table in compared)])
-
-
-def _latex(table: ReportTable, caption: str) -> str:
-    import pandas as pd
-
-    shown = [column for column in table.columns if not column.empty]
-    marked = any(columns.NOT_KEPT in cell for column in shown[:NAMES] for cell in column.cells)
-    said = " ".join(caption.split()) + f" ({columns.NOT_KEPT}: budget not kept)" * marked
-    heads = [
-        " ".join([*column.head.split(), *[f"({column.unit})"] * bool(column.unit)])
-        for column in shown
-    ]
-    rows = pd.DataFrame(
-        list(zip(*(map(visible, column.cells) for column in shown), strict=True)), columns=heads
-    )
-    float_of = rows.to_latex(
-        index=False,
-        escape=True,
-        column_format="".join("l" if column.left else "r" for column in shown),
-        caption=visible(said).translate(IN_LATEX),
-        label=f"tab:{re.sub(r'[^a-z0-9]+', '-', caption.lower()).strip('-')}",
-    )
-    return "\n".join([*map(_comment, filter(None, table.notes)), str(float_of)])
-
-
-def _comment(text: str) -> str:
-    return f"% {visible(' '.join(text.split()))}"
 
 
 def shows_colour(stream: TextIO) -> bool:

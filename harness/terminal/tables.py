@@ -97,11 +97,17 @@ def in_markdown(text: str) -> str:
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", line)
 
 
-def scaled(values: Sequence[float | None], units: Scale) -> tuple[list[str], str]:
-    """Return values as text with three significant digits, and the unit that all share: the largest
-    of `units` in which the largest value is at least 1. None becomes an empty text."""
+def unit_of(values: Sequence[float | None], units: Scale) -> tuple[float, str]:
+    """Return the unit that suits all values, with its size: the largest of `units` in which the
+    largest value is at least 1."""
     largest = max((abs(value) for value in values if value is not None), default=0.0)
-    factor, unit = next((pair for pair in units if largest >= pair[0]), units[-1])
+    return next((pair for pair in units if largest >= pair[0]), units[-1])
+
+
+def scaled(values: Sequence[float | None], units: Scale) -> tuple[list[str], str]:
+    """Return values as text with three significant digits, and the unit that all share (`unit_of`).
+    None becomes an empty text."""
+    factor, unit = unit_of(values, units)
     return written(values, lambda value: digits(value / factor)), unit
 
 

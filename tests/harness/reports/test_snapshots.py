@@ -14,15 +14,22 @@ import numpy as np
 import pytest
 
 from harness.commands import report
+from harness.reports.choice import Choice
 from harness.reports.compare import comparisons
-from harness.reports.document import as_latex, as_markdown, as_text
+from harness.reports.document import as_markdown, as_text
 from harness.reports.page import page
+from harness.reports.paper.table import paper_table
+from harness.reports.paper.writers import as_latex
 from harness.results.run_folder import find, load
 from tests.fake_records import record, talk, turn, write_run
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 NASTY = "</script><script>window.broken = 1</script> & ${1}"
-FORMS = {"details.txt": as_text, "report.md": as_markdown, "report.tex": as_latex}
+FORMS = {
+    "details.txt": as_text,
+    "report.md": as_markdown,
+    "paper.tex": lambda tables: as_latex(paper_table(tables, Choice())),
+}
 MACHINE = {"cpu": "A CPU", "device_name": "A CPU", "threads": 2, "load_average": [0.1, 0, 0]}
 FACTS = {
     "provenance": {

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from harness.reports.compare import comparisons
-from harness.reports.document import as_latex, as_markdown, as_rows, as_text
+from harness.reports.document import as_markdown, as_rows, as_text
 from harness.reports.page import page
 from harness.results.alarms import AlarmRow, alarms
 from harness.results.records import Record
@@ -187,6 +187,6 @@ def test_every_form_of_a_report_says_that_the_machine_was_shared(tmp_path: Path)
         rewrite(path.parent, load_average_ended=None)
     [table] = comparisons([load(path.parent) for path in tmp_path.glob("*/run.json")])
     assert [line["stamps"] for line in as_rows([table])] == ["", "L"]
-    for text in (as_text([table]), as_markdown([table]), as_latex([table]), page([table], [])):
+    for text in (as_text([table]), as_markdown([table]), page([table], [])):
         assert "Caution: quest 10%: " in text
         assert "L: load:" in text

@@ -1,0 +1,207 @@
+"""Says which columns a table of a paper has: scores of tasks, of groups of examples and of several
+of them together, and measures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from harness.config.catalogue import ConfigError
+from harness.config.plugins import suggestion
+from harness.reports.choice import Chosen
+from harness.reports.compare import PERPLEXITY
+from harness.reports.labels import name
+from harness.reports.paper.layout import MEASURES, USUAL, Layout, Measure
+from harness.results.records import Record
+
+SCORE, GROUPS, AVERAGE = "score", "groups", "average"
+MANY = 8  # groups beyond which the usual table has no column for each
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a column averages of one task: all examples, or those of one group. A part of a name
+    such as `vt/4096` stands for all groups that have it."""
+
+    task: str
+    part: str | None = None
+
+    def of(self, records: Sequence[Record]) -> list[Record]:
+        return [
+            record for record in records if self.part is None or in_part(record.group, self.part)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class PaperColumn:
+    """A column: the mean score over its pieces, each of which is the mean over its groups; or a
+    measure, or an average that the task itself defines (`own`), of the one task of its piece."""
+
+    head: str  # spans the columns that share it; empty for a column by itself
+    name: str
+    pieces: tuple[Piece, ...]
+    measure: Measure | None = None
+    own: str | None = None
+
+    @property
+    def scored(self) -> bool:
+        return self.measure is None and self.own is None
+
+    @property
+    def of_one(self) -> bool:
+        """True if it belongs to one task."""
+        return len({piece.task for piece in self.pieces}) == 1
+
+    @property
+    def whole(self) -> bool:
+        """True if it is the score of one task."""
+        return self.scored and len(self.pieces) == 1 and self.pieces[0].part is None
+
+
+def in_part(group: str, part: str) -> bool:
+    return group == part or part in group.split("/")
+
+
+def columns(
+    chosen: Sequence[Chosen], layout: Layout, names: Mapping[str, str]
+) -> list[PaperColumn]:
+    """Return the columns that the layout asks for, or those that suit what was run. Raise
+    `ConfigError` for a name that is no column. `names`: what is printed in place of a name."""
+    offer = _Offer(chosen, layout, names)
+    asked = layout.columns or offer.usual()
+    spans = asked.items() if isinstance(asked, Mapping) else [("", asked)]
+    found = [
+        replace(one, head=str(head))
+        for head, items in spans
+        for item in ([items] if isinstance(items, str) else items)
+        for one in offer.of(str(item))
+    ]
+    if not found:
+        raise ConfigError(
+            f"no run has one of the columns {', '.join(map(str, asked))}: name others"
+        )
+    found = _headed(list(dict.fromkeys(found)), names)
+    twice = Counter((one.head, one.name) for one in found)
+    return [
+        replace(one, name=f"{one.pieces[0].task}: {one.name}")
+        if twice[one.head, one.name] > 1
+        else one
+        for one in found
+    ]
+
+
+def _headed(found: Sequence[PaperColumn], names: Mapping[str, str]) -> list[PaperColumn]:
+    """Return the columns with the task as heading of what belongs to one of several tasks. A score
+    of a task that has columns for its groups is called an average."""
+    several = len({piece.task for one in found for piece in one.pieces}) > 1
+    inner = {one.pieces[0].task for one in found if one.of_one and not one.whole}
+    grouped = {one.pieces[0].task for one in found if one.of_one and one.pieces[0].part}
+    shown = []
+    for one in found:
+        task = one.pieces[0].task
+        if one.whole and task in grouped:
+            one = replace(one, name=names.get(AVERAGE, "Avg."))
+        elif one.whole and several and task in inner and not one.head:
+            one = replace(one, name=names.get(SCORE, "Score"))
+        if one.of_one and several and task in inner and not one.head:
+            one = replace(one, head=task)
+        shown.append(one)
+    return shown
+
+
+class _Offer:
+    """What columns there can be for these runs, and their names."""
+
+    def __init__(self, chosen: Sequence[Chosen], layout: Layout, names: Mapping[str, str]) -> None:
+        self._layout, self._names = layout, names
+        self._runs: dict[str, list[Chosen]] = {}
+        for one in sorted(chosen, key=lambda one: one.places[1]):
+            self._runs.setdefault(one.task, []).append(one)
+
+    def usual(self) -> list[str]:
+        """Return the names of the columns that suit the runs: the scores of several tasks and their
+        average; of one task those of its groups, or the measures that are known."""
+        if len(self._runs) > 1:
+            return [SCORE, AVERAGE]
+        [runs] = self._runs.values()
+        if 1 < len(self._parts(runs)) <= MANY:
+            return [GROUPS, SCORE]
+        summaries = [one.row.summary for one in runs]
+        return [
+            SCORE,
+            *(word for word in USUAL if any(map(MEASURES[word].of, summaries))),
+        ]
+
+    def of(self, item: str) -> list[PaperColumn]:
+        """Return the columns that one item of the layout stands for."""
+        if item == SCORE:
+            return [self._score(task) for task in self._runs]
+        if item == GROUPS:
+            return [
+                self._group(task, part)
+                for task, runs in self._runs.items()
+                for part in self._parts(runs)
+            ]
+        scored = [task for task in self._runs if not self._runs[task][0].table.of_perplexity]
+        if item == AVERAGE:
+            pieces = tuple(map(Piece, scored))
+            name = self._names.get(AVERAGE, "Avg.")
+            return [PaperColumn("", name, pieces)] if len(pieces) > 1 else []
+        if item in self._layout.averages:
+            members = self._layout.averages[item]
+            several = [members] if isinstance(members, str) else members
+            columns = [one for member in several for one in self.of(str(member))]
+            pieces = tuple(piece for one in columns if one.scored for piece in one.pieces)
+            name = self._names.get(item, item)
+            return [PaperColumn("", name, pieces)] if pieces else []
+        found = list(self._named(item))
+        if not found and self._layout.missing == "refuse":
+            raise ConfigError(f"columns: {item} is in no run{suggestion(item, self._known())}")
+        return found
+
+    def _named(self, item: str) -> Iterator[PaperColumn]:
+        """Yield the columns of a task, of a group or of all groups with this part, of an average
+        that a task defines, or of a measure."""
+        measure = MEASURES.get(item) or Measure(item, item)
+        for task, runs in self._runs.items():
+            summaries = [one.row.summary for one in runs]
+            if item in (task, name(runs[0].row.run, "task")):
+                yield self._score(task)
+            elif any(in_part(group, item) for group in self._groups(runs)):
+                yield self._group(task, item)
+            elif any(item in summary["score"]["averages"] for summary in summaries):
+                yield PaperColumn("", self._names.get(item, item), (Piece(task),), own=item)
+            elif any(measure.of(summary) is not None for summary in summaries):
+                head = self._names.get(item, measure.head)
+                yield PaperColumn("", head, (Piece(task),), measure)
+
+    def _score(self, task: str) -> PaperColumn:
+        unit = f" ({PERPLEXITY})" * self._runs[task][0].table.of_perplexity
+        return PaperColumn("", task + unit, (Piece(task),))
+
+    def _group(self, task: str, part: str) -> PaperColumn:
+        return PaperColumn("", self._names.get(part, part), (Piece(task, part),))
+
+    @staticmethod
+    def _groups(runs: Sequence[Chosen]) -> list[str]:
+        return list(dict.fromkeys(g for one in runs for g in one.row.summary["score"]["groups"]))
+
+    def _parts(self, runs: Sequence[Chosen]) -> list[str]:
+        """Return what tells the groups of a task apart: the first part of `vt/4096` where all have
+        the same second one, or the other way round; else their names, and of many the second
+        part. Empty if there is only one group."""
+        groups = self._groups(runs)
+        firsts, seconds = (list(dict.fromkeys(g.split("/")[at] for g in groups)) for at in (0, -1))
+        if len(groups) < 2:
+            return []
+        if len(firsts) == 1 or (len(seconds) > 1 and len(groups) > MANY):
+            return seconds
+        return firsts if len(firsts) == len(groups) else groups
+
+    def _known(self) -> list[str]:
+        words = [SCORE, GROUPS, AVERAGE, *self._layout.averages, *MEASURES, *self._runs]
+        for runs in self._runs.values():
+            words += self._groups(runs)
+            words += [part for group in self._groups(runs) for part in group.split("/")]
+        return list(dict.fromkeys(words))

@@ -1,0 +1,211 @@
+"""Puts the rows and columns of a table of a paper together, and says in words what its marks mean
+and what it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.config.catalogue import ConfigError
+from harness.reports.choice import Choice, Chosen, checked, choose
+from harness.reports.columns import NOT_KEPT
+from harness.reports.compare import PERPLEXITY, Comparison
+from harness.reports.overview import ALARM
+from harness.reports.paper.cells import STAR, Cell, cells, rows_of
+from harness.reports.paper.columns import columns
+from harness.reports.paper.layout import DIMENSIONS, Dimension, Layout
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Line = tuple[str, ...]  # what a row or a column is called, by level
+# of the levels of a dimension
+NAMES: dict[Dimension, tuple[str, ...]] = {
+    "model": ("Model",),
+    "method": ("Method",),
+    "budget": ("Budget",),
+    "column": ("Group", "Task"),
+}
+WIDEST = 12  # columns beyond which several models stand below each other
+EMPTY = "--"  # a cell without a run
+PARTS = ("value", "low", "high", "marks", "best")
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """The table as it is printed. `cells`: by place of row and column; what was not run has none."""
+
+    layout: Layout
+    chosen: Sequence[Chosen]
+    row_names: Sequence[str]  # of the levels
+    rows: Sequence[Line]
+    columns: Sequence[Line]
+    cells: Mapping[tuple[int, int], Cell]
+    breaks: frozenset[int]  # rows above which there is a rule: another model, or what is not Full
+
+    @property
+    def caption(self) -> str:
+        """What the table shows, and what its marks mean."""
+        return " ".join([self.layout.caption or self.title, *self.legend()])
+
+    @property
+    def title(self) -> str:
+        """The caption of a table for which the choice has none."""
+        tasks, models = (
+            list(dict.fromkeys(getattr(one, name) for one in self.chosen))
+            for name in ("task", "model")
+        )
+        fed = all(one.table.of_perplexity for one in self.chosen)
+        what = f"{PERPLEXITY} over" if fed else "scores from 0 to 100 of"
+        sizes = {len(one.row.run.records) for one in self.chosen}
+        low, high = min(sizes), max(sizes)
+        prompts = f"{low}" if low == high else f"{low} to {high}"
+        return f"{_listed(tasks)}, {_listed(models)}: {what} {prompts} prompts each."
+
+    def legend(self) -> Iterator[str]:
+        """Yield a sentence on each mark that the table has, unless the layout has none of it."""
+        if not self.layout.legend:
+            return
+        shown = list(self.cells.values())
+        if self.layout.interval == "pm" and any(cell.low is not None for cell in shown):
+            yield "±: the larger distance to an end of the 95 % interval."
+        if self.layout.interval == "small" and any(cell.low is not None for cell in shown):
+            yield "In brackets: the 95 % interval."
+        if any(not cell.kept for cell in shown):
+            yield f"{NOT_KEPT}: the budget was not kept."
+        if any(cell.differs for cell in shown):
+            yield f"{STAR}: differs from Full (paired, p < 0.05 after Holm's correction over the table)."
+        if any(cell.best for cell in shown):
+            yield "Bold: the best of a budget, and what cannot be told from it."
+        if len(shown) < len(self.rows) * len(self.columns):
+            yield f"{EMPTY}: not run."
+
+    def notes(self) -> Iterator[str]:
+        """Yield what a reader of the table cannot see and its author must know."""
+        for row, line in enumerate(self.rows):
+            missing = [
+                " ".join(filter(None, column))
+                for place, column in enumerate(self.columns)
+                if (row, place) not in self.cells
+            ]
+            if missing:
+                yield f"{' '.join(filter(None, line))}: no run for {', '.join(missing)}"
+        for one in self.chosen:
+            called = f"{one.method} {one.budget} on {one.task}, {one.model}".replace("  ", " ")
+            summary = one.row.summary
+            if not one.is_full and one.row.full is None:
+                why = one.row.not_held or "there is no run of Full on its prompts: run method=full"
+                yield f"{called}: compared with no Full, because {why}"
+            if summary["status"] != "complete":
+                yield f"{called}: {summary['status']} after {summary['num_examples']} examples"
+            if summary["num_failed"]:
+                yield f"{called}: {summary['num_failed']} examples failed"
+            if why := summary["budget"].get("not_kept"):
+                yield f"{called}: {NOT_KEPT} {why}"
+        tables = {id(one.table): one.table for one in self.chosen}
+        for table in tables.values():
+            for alarm in table.alarms:
+                yield f"{ALARM if alarm.red else 'Caution: '}{alarm.text}"
+
+    def frame(self) -> pd.DataFrame:
+        """Return the table with numbers as they are: each column has a value and, where it is a
+        score, the ends of its interval, its marks, and whether it is bold."""
+        import pandas as pd
+
+        given = {}
+        for number, line in enumerate(self.columns):
+            own = [self.cells.get((row, number)) for row in range(len(self.rows))]
+            scored = any(cell and cell.scored for cell in own)
+            bounded = any(cell and cell.low is not None for cell in own)
+            for part in PARTS:
+                if part == "value" or (scored and (bounded or part not in ("low", "high"))):
+                    absent = {"marks": "", "best": False}.get(part)
+                    given[*line, part] = [getattr(cell, part) if cell else absent for cell in own]
+        index = (
+            pd.MultiIndex.from_tuples(self.rows, names=self.row_names)
+            if len(self.row_names) > 1
+            else pd.Index([name for (name,) in self.rows], name=self.row_names[0])
+        )
+        frame = pd.DataFrame(given, index=index)
+        frame.columns = pd.MultiIndex.from_tuples(list(given))
+        return frame
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def paper_table(
+    tables: Sequence[Comparison], choice: Choice, config_dirs: Sequence[Path] = ()
+) -> PaperTable:
+    """Return the table that a choice asks for. Raise `StoreError` or `ConfigError` for a name that
+    is in no run."""
+    layout = checked(Layout, choice.table, "table")
+    chosen = choose(tables, choice, config_dirs)
+    found, named = cells(rows_of(chosen), columns(chosen, layout, choice.names), bold=layout.bold)
+    heads = any(one.head for one in named)
+    texts: dict[Dimension, dict[int, Line]] = {
+        "model": {one.places[0]: (one.model,) for one in chosen},
+        "method": {one.places[2]: (one.method,) for one in chosen},
+        "budget": {one.places[3]: (one.budget,) for one in chosen},
+        "column": {at: (one.head, one.name)[not heads :] for at, one in enumerate(named)},
+    }
+    down, across = _dimensions(layout, len(texts["model"]), len(named))
+    places = [
+        dict(zip(("model", "method", "budget", "column"), (*key, number), strict=True))
+        for key, number in found
+    ]
+    rows, over = (
+        sorted({tuple(at[name] for name in names) for at in places}) for names in (down, across)
+    )
+
+    def line(place: tuple[int, ...], names: Sequence[Dimension]) -> Line:
+        parts = [texts[name][at] for name, at in zip(names, place, strict=True)]
+        return tuple(word for part in parts for word in part)
+
+    def place(at: Mapping[str, int]) -> tuple[int, int]:
+        keys = [tuple(at[name] for name in names) for names in (down, across)]
+        return rows.index(keys[0]), over.index(keys[1])
+
+    return PaperTable(
+        layout=layout,
+        chosen=chosen,
+        row_names=[word for name in down for word in NAMES[name][name == "column" and not heads :]],
+        rows=[line(one, down) for one in rows],
+        columns=[line(one, across) for one in over],
+        cells={place(at): cell for at, cell in zip(places, found.values(), strict=True)},
+        breaks=frozenset(_breaks(rows, down, {one.places[2] for one in chosen if one.is_full})),
+    )
+
+
+def _dimensions(
+    layout: Layout, models: int, columns: int
+) -> tuple[list[Dimension], list[Dimension]]:
+    """Return what rows are told apart by, and what columns. One model needs no level; several stand
+    below each other where the table would be too wide."""
+    asked: list[Dimension] = list(layout.rows) or ["model", "method", "budget"]
+    if not layout.rows and models * columns <= WIDEST:
+        asked.remove("model")
+    shown = [name for name in DIMENSIONS if models > 1 or name != "model"]
+    down = [name for name in asked if name in shown]
+    across = [name for name in shown if name not in asked]
+    if not down or not across:
+        raise ConfigError(
+            f"rows: [{', '.join(asked)}] leaves nothing for the columns: name some of "
+            f"{', '.join(DIMENSIONS)}, and the others are the columns"
+        )
+    return down, across
+
+
+def _breaks(
+    rows: Sequence[tuple[int, ...]], down: Sequence[Dimension], fulls: Container[int]
+) -> Iterator[int]:
+    """Yield the rows before which another model begins, or rows of Full end."""
+    named = [dict(zip(down, row, strict=True)) for row in rows]
+    for number, (above, below) in enumerate(pairwise(named), 1):
+        leaves_full = above.get("method") in fulls and below.get("method") not in fulls
+        if leaves_full or above.get("model") != below.get("model"):
+            yield number
