@@ -247,8 +247,8 @@ def _config(reader: GGUFReader, file: Path) -> PreTrainedConfig:
     from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    architecture = _architecture(reader)
-    plain = {_plain(name): keys for name, keys in GGUF_TO_TRANSFORMERS_MAPPING["config"].items()}
+    architecture, mapping = _architecture(reader), dict[str, Any](GGUF_TO_TRANSFORMERS_MAPPING)
+    plain = {_plain(name): keys for name, keys in mapping["config"].items()}
     if _plain(architecture) not in plain:
         raise ModelError(
             f"{file} holds a model of the architecture {architecture}, which transformers {version('transformers')} "
