@@ -84,7 +84,7 @@ def test_weights_are_merged_before_they_are_rounded(model: Path, lora: Lora) -> 
 
 
 def test_the_embedded_model_takes_one_too(model: Path, lora: Lora, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SmolLM2, "folder", lambda self: model)
+    monkeypatch.setattr(SmolLM2, "folder", lambda self, weights=False: model)
     monkeypatch.setattr(embedded, "find_gguf", lambda: model / "model.safetensors")
     source = SmolLM2(adapter=str(lora()))
     assert same(source.load("fp32", "cpu").model, merged(Path(str(source.adapter))))
