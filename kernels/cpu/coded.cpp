@@ -1,12 +1,10 @@
 // Attends from one token to keys and values that are codes, and decodes chosen rows of them. Only codes are read from memory:
-// a block of rows is decoded into L1, for all heads of its group at once, and attended to there as other rows are.
+// a block of rows is decoded into L1, for all heads of its group at once, and attended to there as other rows are, or on
+// tiles (coded_tiles.hpp), in half the time.
 #include "calls.hpp"
-#include "attention.hpp"
-#include "codes.hpp"
+#include "coded_tiles.hpp"
 
 namespace {
-
-enum Kind : int64_t { INTEGERS, FLOATS, LEVELS };
 
 // Names rows of a head: those listed, or all from `first` on. `blocks` lists the rows of `k_range` that belong to them.
 struct Chosen {
@@ -23,7 +21,7 @@ template <class Element> struct Reader {
 
 template <class Element, class KeyFormat, class Format> struct ReaderOf : Reader<Element> {
     const Codes& in;
-    const HeadRows k_rows, v_rows, k_ranges, v_ranges;  // where rows have one scale, they stand in `v_ranges`
+    const Places at;
     const typename KeyFormat::Table key_numbers;
     const typename Format::Table numbers;
     int64_t block = -1;  // whose range of keys is in k_range
@@ -31,13 +29,7 @@ template <class Element, class KeyFormat, class Format> struct ReaderOf : Reader
     uint8_t range[MOST_DIM / LANES];  // of a value's channels, sixteen at a time
 
     ReaderOf(const Codes& in, int64_t sequence, int64_t group)
-        : in(in),
-          k_rows(in.k, in.k_batch, in.k_group, in.k_token, in.k_table, sequence, group),
-          v_rows(in.v, in.v_batch, in.v_group, in.v_token, in.v_table, sequence, group),
-          k_ranges(in.k_range, in.k_range_batch, in.k_range_group, in.k_range_block, in.k_range_table, sequence, group),
-          v_ranges(in.v_range, in.v_range_batch, in.v_range_group, in.v_range_token, in.v_range_table, sequence, group),
-          key_numbers(in.key_levels),
-          numbers(in.levels) {
+        : in(in), at(in, sequence, group), key_numbers(in.key_levels), numbers(in.levels) {
         for (int64_t c = 0; c < in.dim; c += LANES) range[c / LANES] = Format::RANGED ? c * in.ranges / in.dim : 0;
     }
 
@@ -45,13 +37,16 @@ template <class Element, class KeyFormat, class Format> struct ReaderOf : Reader
         const int dim = in.dim;
         for (int64_t i = 0; i < chosen.count; i++, k += width, v += width, signs += width) {
             const int64_t row = chosen.rows ? chosen.rows[chosen.first + i] : chosen.first + i;
-            const char *of_key = k_rows[row], *of_value = v_rows[row];
-            if (!chosen.rows) fetch(of_key + TOKENS * k_rows.row, of_value + TOKENS * v_rows.row);
+            const char *of_key = at.k[row], *of_value = at.v[row];
+            if (!chosen.rows) {
+                fetch(of_key + TOKENS * at.k.row, Format::bytes(dim));
+                fetch(of_value + TOKENS * at.v.row, Format::bytes(dim));
+            }
             alignas(LINE) float scales[2 * MOST_RANGES + LANES];
-            widen_halves(v_ranges[row], Format::RANGED ? 2 * in.ranges : in.ranges, scales);
+            widen_halves(at.v_range[row], Format::RANGED ? 2 * in.ranges : in.ranges, scales);
             if constexpr (Format::RANGED) {
                 int64_t of_block = chosen.blocks ? chosen.blocks[chosen.first + i] : row / in.block;
-                if (of_block != block) widen_halves(k_ranges[block = of_block], 2 * dim, k_range);
+                if (of_block != block) widen_halves(at.k_range[block = of_block], 2 * dim, k_range);
                 decode_row<KeyFormat>(of_key, dim, key_numbers, OfChannels{k_range, k_range + dim}, k);
                 OfRanges of_ranges{scales, scales + in.ranges, range};
                 decode_row<Format>(of_value, dim, numbers, of_ranges, v);
@@ -66,20 +61,10 @@ template <class Element, class KeyFormat, class Format> struct ReaderOf : Reader
             }
         }
     }
-
-    // What lies behind the last row is not read.
-    void fetch(const char* of_key, const char* of_value) const {
-        for (int i = 0; i < Format::bytes(in.dim); i += LINE) {
-            __builtin_prefetch(of_key + i);
-            __builtin_prefetch(of_value + i);
-        }
-    }
 };
 
-template <class Element> std::unique_ptr<Reader<Element>> reader_of(const Codes& in, int64_t sequence, int64_t group) {
-    auto make = [&](auto key, auto value) -> std::unique_ptr<Reader<Element>> {
-        return std::make_unique<ReaderOf<Element, decltype(key), decltype(value)>>(in, sequence, group);
-    };
+// Returns make(format of keys, format of values).
+template <class Make> auto of_formats(const Codes& in, Make make) {
     const bool signs = in.ranges == 3;  // the third scale is that of the signs
     switch (in.kind == LEVELS ? 10 + in.bits : in.kind == FLOATS ? 1 : in.bits) {
         case 1: return make(Floats{}, Floats{});
@@ -90,6 +75,18 @@ template <class Element> std::unique_ptr<Reader<Element>> reader_of(const Codes&
         case 13: return signs ? make(Levels<2>{}, Levels<3>{}) : make(Levels<3>{}, Levels<3>{});
         default: return signs ? make(Levels<3>{}, Levels<4>{}) : make(Levels<4>{}, Levels<4>{});
     }
+}
+
+template <class Element> std::unique_ptr<Reader<Element>> reader_of(const Codes& in, int64_t sequence, int64_t group) {
+    return of_formats(in, [&](auto key, auto value) -> std::unique_ptr<Reader<Element>> {
+        return std::make_unique<ReaderOf<Element, decltype(key), decltype(value)>>(in, sequence, group);
+    });
+}
+
+std::unique_ptr<BlockReader> block_reader_of(const Codes& in, int64_t sequence, int64_t group) {
+    return of_formats(in, [&](auto key, auto value) -> std::unique_ptr<BlockReader> {
+        return std::make_unique<BlockReaderOf<decltype(key), decltype(value)>>(in, sequence, group);
+    });
 }
 
 // Attends from the heads of a group to `count` tokens from `first` on, whose decoded keys and values have L lines.
@@ -128,6 +125,14 @@ template <class T> void run(const CodedAttention& in) {
     using Element = typename T::Element;
     auto tokens_of = [&](int64_t b) { return in.counts ? std::min(in.counts[b], in.count) : in.count; };
     auto part = [&](int64_t b, int64_t group, int64_t first, int64_t count, State* state) {
+        if (uses_tiles<T>()) {
+            auto reader = block_reader_of(in.codes, b, group);
+            for (int64_t h = 0; h < in.heads; h += TILE_HEADS) {
+                const int heads = std::min<int64_t>(TILE_HEADS, in.heads - h);
+                std::make_unique<TileAttention>(in, *reader, b, group, h, heads)->run(first, count, state + h);
+            }
+            return;
+        }
         const int64_t queries = (b * in.groups + group) * in.heads * in.width;
         const Element *q = (const Element*)in.q + queries, *signs = in.q_signs ? (const Element*)in.q_signs + queries : nullptr;
         auto reader = reader_of<Element>(in.codes, b, group);

@@ -6,6 +6,7 @@
 #include "tiles.hpp"
 
 constexpr int MOST_DIM = 256, MOST_RANGES = 16;
+enum Kind : int64_t { INTEGERS, FLOATS, LEVELS };
 
 typedef uint8_t u8s __attribute__((vector_size(64)));
 typedef uint8_t sixteen_bytes __attribute__((vector_size(16)));
@@ -101,7 +102,7 @@ inline i32 words_of(const uint8_t* codes) {
 // ranges, each with a least number and a step; else a row has one scale.
 template <int BITS> struct Integers {
     static constexpr bool RANGED = true;
-    static int bytes(int dim) { return dim * BITS / 8; }
+    static constexpr int bytes(int dim) { return dim * BITS / 8; }
     static const uint8_t* spread_row(const char* row, int dim, uint8_t* codes) {
         if constexpr (BITS == 8) return (const uint8_t*)row;
         spread_codes<BITS>(row, dim, codes);
@@ -115,7 +116,7 @@ template <int BITS> struct Integers {
 
 struct Floats {  // a sign, four bits of exponent, three of mantissa: the upper bits of an fp16 that is 2^8 times smaller
     static constexpr bool RANGED = false;
-    static int bytes(int dim) { return dim; }
+    static constexpr int bytes(int dim) { return dim; }
     static const uint8_t* spread_row(const char* row, int, uint8_t*) { return (const uint8_t*)row; }
     struct Table {
         explicit Table(const float*) {}
@@ -135,7 +136,7 @@ struct Floats {  // a sign, four bits of exponent, three of mantissa: the upper 
 
 template <int BITS> struct Levels {
     static constexpr bool RANGED = false;
-    static int bytes(int dim) { return dim * BITS / 8; }
+    static constexpr int bytes(int dim) { return dim * BITS / 8; }
     static const uint8_t* spread_row(const char* row, int dim, uint8_t* codes) {
         if constexpr (BITS == 3) {  // all the lower two bits, and behind them all the third ones
             spread<2>(row, dim / 4, codes);

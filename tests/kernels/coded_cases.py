@@ -32,7 +32,8 @@ SHAPES = {
     "int4-dim96": Shape(4, 1, 4, 2, 96, 64, 32, 3),
     "int4-dim192": Shape(4, 1, 4, 2, 192, 64, 32, 6),  # rows of more than one vector, and no whole number of them
     "int2-dim24": Shape(2, 1, 4, 2, 24, 32, 16, 3),  # rows of six bytes
-    "int8-dim80-blocks-of-48": Shape(8, 1, 12, 1, 80, 144, 48, 1),  # a head's last vector is a row's last, too
+    # more heads than a tile has; a head's last vector is a row's last, too
+    "int8-dim80-blocks-of-48": Shape(8, 1, 20, 1, 80, 144, 48, 1),
 }
 
 

@@ -37,7 +37,7 @@ def built(name: str) -> ModuleType:
             spec.loader.exec_module(module)
         except ImportError as error:  # a compiler that does not know this processor
             pytest.skip(str(error))
-    assert name in ("rebuild", "alike") or module.FAST[BF16]
+    assert name in ("rebuild", "alike", "coded") or module.FAST[BF16]
     return module
 
 
@@ -54,6 +54,21 @@ def block() -> ModuleType:
 @pytest.fixture(scope="module")
 def rebuild() -> ModuleType:
     return built("rebuild")
+
+
+@pytest.fixture(scope="module")
+def coded() -> ModuleType:
+    return built("coded")
+
+
+@pytest.mark.parametrize("case", [case for case in cases() if case.op == "coded_attention"], ids=str)
+def test_attention_over_codes_on_tiles_equals_its_definition(case: OpCase, coded: ModuleType) -> None:
+    args = converted(case.args, BF16)
+    if reason := coded.coded_attention_refuses(*args):
+        pytest.skip(reason)
+    wanted = OPS[case.op].backend(REFERENCE).run(*converted(args, torch.float64))
+    for ours, theirs in zip(coded.coded_attention(*args), wanted, strict=True):
+        assert_close(ours.double(), theirs.double(), atol=1e-2 * max(1, float(theirs.abs().max())), rtol=0)
 
 
 @pytest.mark.parametrize("case", [case for case in cases() if case.op == "rebuild_keys"], ids=str)
