@@ -24,10 +24,11 @@ from evals.mathematics import Mathematics
 from evals.mrcr import Mrcr
 from evals.multiturn import Multiturn
 from evals.perplexity import WikiText2
+from evals.rows import Rows
 from evals.ruler import Ruler, qa
 from evals.ruler.factory import Factory
 from evals.scbench import SCBench
-from harness.models import snapshots
+from harness.models import adapter, snapshots
 from harness.models.hub import read_config
 from tests.evals.counting import CountedText
 from tests.evals.test_ruler_files import NIAH
@@ -198,6 +199,27 @@ READERS = {
         "questions.jsonl",
         examples(Multiturn(source="questions.jsonl", conversations=1)),
         also={"question_id": ("a text", *OPTIONAL), "turns": LIST},
+    ),
+    "rows of one's own": Reader(
+        {"context": "A long text.", "question": "What?", "answers": "This.", "kind": "first"},
+        "rows.jsonl",
+        lambda folder: examples(Rows(str(folder / "rows.jsonl"), group="kind"))(folder),
+        "row 2 ",
+        {"answers": (*LIST, *NAME), "kind": NAME},
+    ),
+    "chats of one's own": Reader(
+        {"messages": [{"role": "user", "content": "What?"}], "answers": "This."},
+        "chats.jsonl",
+        lambda folder: examples(Rows(str(folder / "chats.jsonl")))(folder),
+        "row 2 ",
+        {"answers": (*LIST, *NAME)},
+    ),
+    "an adapter's config": Reader(
+        {"peft_type": "LORA", "base_model_name_or_path": "owner/name"},
+        "adapter_config.json",
+        adapter._read,
+        "adapter_config.json",
+        {"": ("an object",), "base_model_name_or_path": OPTIONAL},
     ),
     "a model's config": Reader(
         CONFIG,
