@@ -45,6 +45,7 @@ PROGRAMS = ("python", "make", "pip", "hf", "eval", "kv-harness")  # what the fir
 ELSEWHERE = {  # what nothing here can check, and why
     "pip": "installs from an index",
     "python -m venv": "makes another environment",
+    "python -m jupyter": "is a program of others; test_notebooks.py runs the notebooks",
     "kvpress-env/bin/pip": "installs from an index",
 }
 NEWCOMERS = ("spread", "blocks", "ledger", "my-llama", "tiny-granite", "e4m3")  # test_extending.py runs them

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra.errors import HydraException
@@ -55,6 +56,9 @@ from harness.terminal.notices import (
 )
 from harness.terminal.progress import forget
 from harness.terminal.stopping import Stoppable
+
+if TYPE_CHECKING:
+    from harness.jobs.dry_run import Forecasts
 
 COMPLETION = {"-sc", "--shell-completion"}  # words that are about Hydra itself, and no settings
 # flags that Hydra answers, and nothing runs
@@ -122,7 +126,14 @@ class Command:
                     self.complain(*failure)  # which a worker cannot say here
         else:
             prompts: KnownPrompts = {}
-            outcomes = [run_jobs(group, prompts, len(jobs), self.complain) for group in together]
+            forecasts: Forecasts = {}
+            outcomes = [
+                run_jobs(group, prompts, len(jobs), self.complain, forecasts) for group in together
+            ]
+            if forecasts and len(jobs) > 1:
+                from harness.jobs.dry_run import totals
+
+                say(totals(forecasts))
         for outcome in outcomes:
             self.finished += outcome.folders
             self.failed += outcome.failures

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from harness.jobs.examples import by_context
 from harness.jobs.job import Job
@@ -16,10 +18,30 @@ SHOWN = 2  # prompts printed
 HEAD, TAIL = 300, 300  # characters of each
 
 
-def show(job: Job) -> None:
-    """Print what a job would do: its first prompts, lengths, bytes, budget and folder."""
+class Forecast(NamedTuple):
+    """Hold what a run would take."""
+
+    prompts: str  # their hash
+    prompt_tokens: int
+    new_tokens: int  # at most
+    memory: int  # the most bytes at once, on its device and in host memory
+    is_done: bool  # so that it takes nothing
+
+
+Forecasts = dict[Path, Forecast]  # by the folder of the run
+
+
+def show(job: Job, known: Forecasts, *, alone: bool) -> None:
+    """Print what a job would do: its first prompts, unless a job in `known` has the same, lengths,
+    bytes, budget and folder. Add it to `known`, and the job of Full that runs with it. `alone`: the
+    command has no other job, and needs no name for this one."""
     full, settings = job.full, job.settings
-    for item in job.items[:SHOWN]:
+    if not alone:
+        say(f"=== {job.label}\n")
+    shown = {forecast.prompts for forecast in known.values()}
+    for one in filter(None, (job, full if settings.baseline == "run" else None)):
+        known.setdefault(one.folder, _forecast(one))
+    for item in job.items[:SHOWN] if job.identity["prompts"] not in shown else ():
         text = item.prompt.text
         cut = text if len(text) <= HEAD + TAIL else f"{text[:HEAD]} [...] {text[-TAIL:]}"
         head = f"--- {item.example.id}: {len(item.prompt.ids)} tokens, expects {item.example.references}"
@@ -63,7 +85,34 @@ def show(job: Job) -> None:
         *([("Full", _beside(full))] if full else ()),
         *(("lint", f"{count} of {len(lengths)} examples: {note}") for note, count in notes),
     ]
-    say("\n".join(f"{name:<9} {text}" for name, text in rows))
+    say("\n".join(f"{name:<9} {text}" for name, text in rows) + "\n" * (not alone))
+
+
+def _forecast(job: Job) -> Forecast:
+    turns, need = [turn for item in job.items for turn in item.turns], job.need()
+    return Forecast(
+        job.identity["prompts"],
+        sum(len(turn.prompt.ids) for turn in turns),
+        sum(turn.new_tokens for turn in turns),
+        need.total + need.host,
+        job.is_done(),
+    )
+
+
+def totals(known: Forecasts) -> str:
+    """Return a sentence on what all runs of a command take together."""
+    ahead = [forecast for forecast in known.values() if not forecast.is_done]
+    finished = len(known) - len(ahead)
+    more = f"; {finished} more finished already" * bool(finished)
+    if not ahead:
+        return f"in all    nothing to run{more}"
+    prompt_tokens = sum(forecast.prompt_tokens for forecast in ahead)
+    new_tokens = sum(forecast.new_tokens for forecast in ahead)
+    most = size(max(forecast.memory for forecast in ahead))
+    return (
+        f"in all    {len(ahead)} runs with those of Full, {prompt_tokens:,} tokens of prompts and at most "
+        f"{new_tokens:,} of answers; the largest needs {most}{more}"
+    )
 
 
 def _budget(job: Job) -> str:

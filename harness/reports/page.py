@@ -136,9 +136,13 @@ def _left(column: Column) -> str:
 
 
 def _image(kind: str, figure: Figure) -> str:
+    """Return a picture that a narrow screen shows in its own size, in a box that scrolls by itself."""
     width = round(96 * figure.get_size_inches()[0])
     data = b64encode(png(figure)).decode()
-    return f'<img alt="{escape(kind)}" width="{width}" src="data:image/png;base64,{data}">'
+    image = f'<img alt="{escape(kind)}" width="{width}" src="data:image/png;base64,{data}">'
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(kind)}">{image}</div>'
+    )
 
 
 def _origin(entry: ReportRow) -> str:

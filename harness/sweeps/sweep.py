@@ -45,6 +45,7 @@ from harness.terminal.stopping import Stoppable
 
 if TYPE_CHECKING:
     from evals.base import Task
+    from harness.jobs.dry_run import Forecasts
     from harness.jobs.examples import Prompts
     from harness.jobs.job import Job
 
@@ -131,13 +132,18 @@ class GroupOutcome(NamedTuple):
 
 
 def run_jobs(
-    group: JobGroup, prompts: KnownPrompts, jobs: int, complain: Complain | None = None
+    group: JobGroup,
+    prompts: KnownPrompts,
+    jobs: int,
+    complain: Complain | None = None,
+    forecasts: Forecasts | None = None,
 ) -> GroupOutcome:
     """Run the jobs of a group; with dry_run=true, print what they would do. An error ends only its
     own job.
 
     `prompts`: a cache of the latest job's prompts, which the next job may reuse. `jobs`: the number
-    of jobs of the whole command. `complain`: prints an error as it happens.
+    of jobs of the whole command. `complain`: prints an error as it happens. `forecasts`: collects
+    what a dry run finds out of each job.
     """
     planned: dict[int, Job] = {}
     failures, errors = list[tuple[int, str]](), list[Exception]()
@@ -160,7 +166,7 @@ def run_jobs(
                 if job.settings.dry_run:
                     from harness.jobs.dry_run import show
 
-                    show(job)
+                    show(job, {} if forecasts is None else forecasts, alone=jobs == 1)
                     continue
                 _ = job.full  # which is refused before anything runs, too
                 job.require_known()

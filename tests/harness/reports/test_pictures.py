@@ -226,6 +226,8 @@ def test_the_page_opens_and_sorts(tmp_path: Path) -> None:
     url = (tmp_path / "page" / "index.html").as_uri()
     with opened(url) as page:
         assert page.locator("table:visible").count() == page.locator("img:visible").count() == 1
+        shown = page.locator("img:visible")
+        assert shown.bounding_box()["width"] == float(shown.get_attribute("width")) > 380  # its type stays readable
         rows = page.locator("table").first.locator("tbody th")
         assert rows.all_inner_texts() == ["full", "h2o", "quest", "snapkv"]
         head = page.locator("table").first.locator("th", has_text="vs Full").first

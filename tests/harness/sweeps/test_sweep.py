@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -58,6 +59,20 @@ def test_each_job_of_a_sweep_is_composed_once(cli: Cli, monkeypatch: pytest.Monk
     monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", load)
     assert cli("-m", "method=streaming", "dry_run=true", "seed=1,2,3")[0] == 0
     assert sorted(word for point in points for word in point if "seed" in word) == ["seed=1", "seed=2", "seed=3"]
+
+
+def test_a_dry_run_shows_prompts_once_and_what_all_runs_take(cli: Cli, tmp_path: Path) -> None:
+    sweep = ["-m", "method=streaming,h2o", "budget=0.3,0.5", "task.depths=2"]
+    out = cli(*sweep, "dry_run=true")[1]
+    assert out.count("--- magic_city/400/0/0: 400 tokens") == 1
+    assert [line for line in out.splitlines() if line.startswith("===")] == [
+        f"=== niah {method} {share}%" for method in ("streaming", "h2o") for share in (30, 50)
+    ]
+    asked = r"5 runs with those of Full, 4,000 tokens of prompts and at most 60 of answers; the largest needs \S+ MiB"
+    assert re.fullmatch(f"in all    {asked}", out.splitlines()[-1])
+    assert cli(*sweep, "method=h2o", "budget=0.3", "seed=0,1")[0] == 0  # which the sweep has the half of
+    out = cli(*sweep, "dry_run=true", "seed=0")[1]
+    assert re.match(r"in all    3 runs .* 2,400 tokens .*; 2 more finished already", out.splitlines()[-1])
 
 
 def test_each_job_records_the_data_that_its_sweep_read_once(cli: Cli, tmp_path: Path) -> None:
