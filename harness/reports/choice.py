@@ -84,7 +84,8 @@ def checked(section: type[Section], values: Any, where: str) -> Section:
         if key not in known:
             raise ConfigError(f"{where}: there is no key {key}{suggestion(str(key), known)}")
         if not fits(value, known[key]):
-            raise ConfigError(f"{where}: {wrong_type(key, value, known[key])}")
+            said = wrong_type(key, value, known[key]).replace(f"{key}=", f"{key}: ")
+            raise ConfigError(f"{where}: {said}")
     return section(**values)
 
 

@@ -147,18 +147,25 @@ class _Offer:
         if item == AVERAGE:
             pieces = tuple(map(Piece, scored))
             name = self._names.get(AVERAGE, "Avg.")
-            return [PaperColumn("", name, pieces)] if len(pieces) > 1 else []
+            return [PaperColumn("", name, pieces)] if len(pieces) > 1 else self.of(SCORE)
         if item in self._layout.averages:
-            members = self._layout.averages[item]
-            several = [members] if isinstance(members, str) else members
-            columns = [one for member in several for one in self.of(str(member))]
-            pieces = tuple(piece for one in columns if one.scored for piece in one.pieces)
-            name = self._names.get(item, item)
-            return [PaperColumn("", name, pieces)] if pieces else []
+            return [self._own_average(item, scored)]
         found = list(self._named(item))
         if not found and self._layout.missing == "refuse":
             raise ConfigError(f"columns: {item} is in no run{suggestion(item, self._known())}")
         return found
+
+    def _own_average(self, item: str, scored: Sequence[str]) -> PaperColumn:
+        """Return the column of an average that the layout defines, of tasks and groups that have
+        scores (`scored`: the tasks that do)."""
+        members = self._layout.averages[item]
+        pieces: list[Piece] = []
+        for member in [members] if isinstance(members, str) else members:
+            own = [piece for one in self._named(str(member)) if one.scored for piece in one.pieces]
+            if not own or any(piece.task not in scored for piece in own):
+                raise ConfigError(f"averages: {item}: no run has a score of {member}")
+            pieces += own
+        return PaperColumn("", self._names.get(item, item), tuple(pieces))
 
     def _named(self, item: str) -> Iterator[PaperColumn]:
         """Yield the columns of a task, of a group or of all groups with this part, of an average

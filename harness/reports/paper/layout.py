@@ -27,7 +27,7 @@ class Layout:
     missing: Literal["refuse", "drop"] = "refuse"  # a column that no run has
     rows: Sequence[Dimension] = ()  # none: method and budget
     interval: Literal["pm", "small", "none"] = "pm"
-    digits: int = 1
+    digits: Literal[0, 1, 2, 3] = 1
     bold: bool = True
     cite: bool = False
     caption: str | None = None

@@ -98,21 +98,23 @@ def _parts(cell: Cell, table: PaperTable) -> tuple[str, str]:
 
 def as_latex(table: PaperTable) -> str:
     """Return a `table` environment for \\input in a paper, with a comment that names the packages it
-    needs. The cells are numbers to pandas, and a formatter of each adds its interval and marks."""
+    needs. To pandas the cells are numbers, those of their texts: it would escape the marks in a text
+    with the names."""
+    import numpy as np
+    import pandas as pd
+
     layout = table.layout
-    names = len(table.row_names)
+    names, over = len(table.row_names), range(len(table.columns))
     cited = _cited(table) if layout.cite else {}
-    frame = table.frame().xs("value", axis="columns", level=-1)
-    frame.index.names = [None] * names
-    style = frame.style.format(na_rep=EMPTY)
-    for (row, column), cell in table.cells.items():
-        text = _in_latex(cell, table)
-        place = [frame.index[row]], [frame.columns[column]]
-        style = style.format(lambda _, text=text: text, subset=place)
+    known = [[table.cells.get((row, column)) for column in over] for row in range(len(table.rows))]
+    texts = [_in_latex(cell, table) if cell else EMPTY for row in known for cell in row]
+    places = np.arange(len(texts)).reshape(len(table.rows), len(over))
+    index = pd.MultiIndex.from_tuples(table.rows) if names > 1 else [word for (word,) in table.rows]
+    style = pd.DataFrame(places, index=index).style.format(texts.__getitem__)
     style = style.format_index(lambda word: in_latex(word) + cited.get(word, ""), axis="index")
     said = layout.caption or in_latex(table.title)
     drawn = style.to_latex(
-        column_format="l" * names + "c" * len(table.columns),
+        column_format="l" * names + "c" * len(over),
         environment="table*" if layout.wide else "table",
         position="tb",
         position_float="centering",
