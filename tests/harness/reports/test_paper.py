@@ -131,6 +131,21 @@ def test_bold_are_the_best_of_a_budget_and_what_no_test_tells_from_it(root: Path
     assert not table(root, {"table": {"bold": False}})["Needle in a haystack"]["best"].any()
 
 
+def test_rows_are_the_best_among_those_of_their_budget_alone_and_full_is_no_rival(tmp_path: Path) -> None:
+    for method, budget, scores in (
+        ("full", None, GOOD),
+        ("kivi", None, BAD),
+        ("kivi_2bit", None, BAD),
+        ("quest", 0.1, BAD),
+        ("snapkv", 0.1, BAD),
+        ("quest", 0.2, BAD),
+        ("snapkv", 0.2, GOOD),
+    ):
+        write(tmp_path, scores, method, budget)
+    best = table(tmp_path)["Needle in a haystack"]["best"]
+    assert best[~best].index.tolist() == [("Full", ""), ("Quest", "20%")]
+
+
 def test_what_cannot_be_told_from_the_best_is_bold_and_perplexity_is_best_where_it_is_low(tmp_path: Path) -> None:
     write(tmp_path, GOOD, "snapkv", 0.1)
     write(tmp_path, [*GOOD[1:], 0.0], "quest", 0.1)
@@ -151,6 +166,10 @@ def test_an_average_gives_tasks_the_same_weight_and_needs_all_of_them(root: Path
     both = frame[["Needle in a haystack", "RULER"]].mean(axis=1, skipna=False)
     assert frame["Avg."].tolist() == pytest.approx(both.tolist(), nan_ok=True)
     assert "Quest 20%: no run for RULER, Avg." in list(made(root).notes())
+    groups = [("niah", "")] * 24 + [("ruler", "vt" if i % 3 == 0 else "cwe") for i in range(24)]
+    ends = stats.interval([*GOOD[1:], 0.5] * 2, groups)
+    shown = table(root).loc[("Quest", "10%")]["Avg."]
+    assert [shown["low"], shown["high"]] == pytest.approx([100 * end for end in ends])
     own = {"averages": {"mine": ["cwe", "niah"]}, "columns": ["mine", "cwe", "niah"]}
     frame = table(root, {"table": own}).xs("value", axis=1, level=-1)
     assert frame.columns.tolist() == [("", "mine"), ("RULER", "cwe"), ("", "Needle in a haystack")]
