@@ -100,7 +100,7 @@ bench-gpu-overlap:  ## and with rows that come while the model computes
 demo: setup  ## Full, PQCache and StreamingLLM on needles with the embedded model: about 3 minutes on 2 cores
 	@echo 'three methods on 15 prompts each; the first run on a machine builds kernels for a minute before it begins'
 	$(BIN)/python -m harness -m method=full,pqcache,streaming task=niah budget=0.2 placement=host
-	$(BIN)/python -m harness.report results/runs --plots
+	$(BIN)/python -m harness.report results/runs --figure needles --out results/runs/needles.pdf
 
 bench-generate: setup  ## Full against model.generate: TTFT and TPOT, interleaved
 	$(BIN)/python -m harness.bench generate --tokens 4096 8000 --rounds 3
@@ -122,7 +122,9 @@ published: setup  ## results/published/tables anew, with DATA=...: about 12 hour
 	        --csv results/published/tables/$$name.csv > /dev/null || exit 1; \
 	done
 	$(MAKE) tables
-	$(BIN)/python -m harness.report results/runs/tables --html results/runs/tables/page --plots > /dev/null
+	$(BIN)/python -m harness.report results/runs/tables --html results/runs/tables/page > /dev/null
+	$(BIN)/python -m harness.report results/runs/tables/headline_2k --figure differences \
+	    --out results/runs/tables/headline_2k.pdf > /dev/null
 
 docs: setup  ## the documentation as a site, with the page of all published tables, in build/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

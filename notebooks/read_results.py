@@ -16,12 +16,15 @@
 
 # %%
 import os
+from dataclasses import replace
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import pandas as pd
 
+from harness.reports.choice import Choice, choose
 from harness.reports.compare import comparisons
+from harness.reports.pictures.figures import Look
+from harness.reports.pictures.kinds import of_paper
 from harness.results.run_folder import find, load
 
 root = Path(os.environ.get("KV_HARNESS_RUNS", "../results/runs"))
@@ -37,34 +40,19 @@ rows = pd.json_normalize([entry.summary | {"label": entry.title} for table in ta
 rows[["label", "score.mean", "budget.attended.share", "ttft_s.p50", "tpot_s.p50", "memory.kv_device_bytes", "num_examples"]]
 
 # %% [markdown]
-# The needle heat map: score over prompt length and depth, as in the papers.
+# The figures of `python -m harness.report --figure`, here in the width of a page. `Choice` says which rows they show, as a file
+# of `--paper` does. First the needle heat map: score over prompt length and depth, as in the papers.
 
 # %%
-def heat(run, axes):
-    cells = pd.DataFrame([{"length": r.data["length"], "depth": r.data["depth"], "score": r.score} for r in run.records])
-    grid = cells.pivot_table(index="depth", columns="length", values="score")
-    axes.imshow(grid, cmap="RdYlGn", vmin=0, vmax=1, aspect="auto")
-    axes.set_xticks(range(len(grid.columns)), grid.columns)
-    axes.set_yticks(range(len(grid.index)), grid.index)
-    axes.set(title=run.info["method"], xlabel="prompt tokens")
-
-
-needles = [run for run in runs if run.records and {"length", "depth"} <= run.records[0].data.keys()]
-if needles:
-    figure, panels = plt.subplots(1, len(needles), figsize=(3.2 * len(needles), 3), squeeze=False, layout="constrained")
-    for run, axes in zip(needles, panels[0], strict=True):
-        heat(run, axes)
-    panels[0][0].set_ylabel("depth of the needle (%)")
+chosen = choose(tables, Choice())
+look = Look(width="double")
+of_paper("needles", chosen, look)
 
 # %% [markdown]
-# Score against the share of the prompt that was read, beside the published averages of the PQCache paper's setting.
+# Score against the share of the prompt that was read and against time, then the published averages of the PQCache paper's setting.
 
 # %%
-figure, axes = plt.subplots(figsize=(5, 3.2), layout="constrained")
-for label, group in rows.groupby("method"):
-    axes.plot(group["budget.attended.share"], 100 * group["score.mean"], "o", label=label)
-axes.set(xlabel="share of the prompt read per step", ylabel="score", ylim=(-3, 103))
-axes.legend();
+of_paper("frontier", chosen, replace(look, costs=["read", "time"]))
 
 # %%
 paper = pd.read_csv("../results/paper/paper_reference.csv")

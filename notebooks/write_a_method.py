@@ -30,7 +30,7 @@ from harness.jobs.job import Job
 from harness.jobs.evaluate import evaluate_together
 from harness.models.embedded import SmolLM2
 from harness.models.random import Random
-from harness.reports.pictures.frontier import front
+from harness.reports.pictures.scores import front
 from kernels import ops
 from methods.base import Method, Plan
 from methods.full import Full

@@ -39,7 +39,8 @@ WIDTH = 128  # characters of a line of docs
 COMMANDS = {
     "list": "lists methods, tasks, models and experiments; with a name, shows its card",
     "status": "says how far the runs of [sweeps](experiments.md#sweeps) are",
-    "report": "puts finished runs side by side: table, [page](results.md#reports), Markdown, LaTeX, CSV, pictures",
+    "report": "puts finished runs side by side: table, [page](results.md#reports), Markdown, LaTeX, CSV, "
+    "[figures](results.md#figures-for-a-paper)",
     "show": "shows outputs, or two runs side by side where they differ",
     "rescore": "applies today's scorers to [stored outputs](results.md#scoring-again)",
     "tune": "searches a method's own parameters [at equal budget](experiments.md#tuning-a-method)",

@@ -12,11 +12,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from harness.reports.pictures.figures import plain, side_by_side
+from harness.reports.pictures.figures import Look, panels
 from kernels.rope import unrotate
 from kernels.sink_logits import softmax
 from methods.base import AttnInput, LayerSpec
 
+LOOK = Look(width=None, font=9)
 POINTS = 60
 LINE = "#bb5500"  # colour of a threshold
 Figures = Mapping[str, Any]  # figures of one layer: plain numbers and lists
@@ -49,10 +50,8 @@ class Observation(ABC):
         """Draw the figures of all layers into as many axes as the observation has panels."""
 
     def draw(self, layers: Sequence[Figures]) -> Figure:
-        figure, panels = side_by_side(self.panels)
-        self.paint(panels, layers)
-        for axes in panels:
-            plain(axes)
+        figure, axes, *_ = panels(self.panels, LOOK, 4.6, 3.1)
+        self.paint(axes, layers)
         return figure
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from evals.base import Task
-from harness.attention_statistics.observations import Observation
+from harness.attention_statistics.observations import LOOK, Observation
 from harness.config.plugins import describe
 from harness.config.settings import Settings
 from harness.engine.attach import observer
@@ -84,11 +84,13 @@ def place(root: Path, result: dict[str, Any]) -> Path:
 def write(folder: Path, observation: Observation, result: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "result.json", result)
-    figure = observation.draw(result["layers"])
     prompt = result["prompt"]
-    figures.title(
-        figure,
-        observation.title,
-        f"{result['model']['name']}, {prompt['tokens']} tokens of {prompt['example']}",
-    )
-    figures.save(figure, folder / "plot.png")
+    with figures.styled(LOOK):
+        figure = observation.draw(result["layers"])
+        figures.title(
+            figure,
+            observation.title,
+            f"{result['model']['name']}, {prompt['tokens']} tokens of {prompt['example']}",
+        )
+    for suffix in (".png", ".pdf"):
+        figures.save(figure, folder / f"plot{suffix}")

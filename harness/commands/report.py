@@ -15,7 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from harness.config.errors import as_command
+from harness.config.plugins import suggestion
 from harness.reports.against import against
+from harness.reports.choice import Choice, checked, choose
 from harness.reports.compare import Comparison, comparisons
 from harness.reports.document import (
     as_markdown,
@@ -31,7 +33,8 @@ from harness.results.run_folder import find, load_all
 from harness.terminal.arguments import Parser, config_dir
 from harness.terminal.notices import say, show, visible, warn
 
-ALONE = ("details", "csv", "md", "paper", "html", "against", "plots")  # options that show runs
+# options that show runs
+ALONE = ("details", "csv", "md", "paper", "figure", "html", "against")
 
 
 @as_command()
@@ -55,7 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         [f"without a single example, and so in no table: {', '.join(empty)}"] if empty else []
     )
     compared = against(tables, options.against) if options.against else []
-    if options.paper:
+    if options.figure:
+        text = _figure(tables, options)
+    elif options.paper:
         text = _paper(tables, options)
     elif options.details:
         text = as_text(tables, compared)
@@ -85,7 +90,16 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
         nargs="?",
         const=True,  # without a file: what suits the runs
     )
-    parser.path("--out", "FILE", "where --paper writes it: FILE.tex, FILE.csv or FILE.md")
+    parser.add_argument(
+        "--figure",
+        metavar="KIND",
+        help="a figure of a paper, of the rows of --paper: budget, frontier, differences, needles, length, along",
+    )
+    parser.path(
+        "--out",
+        "FILE",
+        "where --paper writes it: FILE.tex, FILE.csv or FILE.md; --figure: FILE.pdf, .svg or .png",
+    )
     parser.path("--html", "FOLDER", "one page to look through: FOLDER/index.html")
     parser.path("--leaderboard", "FILE", "a page of all rows published here, or of CSVs in DIR")
     parser.add_argument(
@@ -93,7 +107,6 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
         metavar="METHOD",
         help="hold all rows against this one too, paired: snapkv, 'snapkv 20%%'",
     )
-    parser.flag("--plots", "pictures, PNG and PDF, into DIR/plots")
     parser.config_dirs("yaml files whose code may run", type=config_dir)
     options = parser.parse_args(arguments)
     if options.html and (options.html.suffix == ".html" or options.html.is_file()):
@@ -106,7 +119,9 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
         )
     if not options.folders and not options.leaderboard:
         parser.error("name a DIR: the folder of a run, or any above it, in front of the options")
-    if (options.paper is None) != (options.out is None):
+    if options.figure:
+        _check_figure(parser, options)
+    elif (options.paper is None) != (options.out is None):
         parser.error("--paper and --out FILE go together: FILE.tex, FILE.csv or FILE.md")
     return options
 
@@ -114,14 +129,42 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
 def _paper(tables: Sequence[Comparison], options: Namespace) -> str:
     """Write the table of a paper, and return what its author must know and its readers do not
     see."""
-    from harness.reports.choice import Choice
     from harness.reports.paper.table import paper_table
     from harness.reports.paper.writers import write
 
-    choice = Choice() if options.paper is True else Choice.read(options.paper)
-    table = paper_table(tables, choice, options.config_dir)
+    table = paper_table(tables, _choice(options), options.config_dir)
     write(table, options.out)
     return "\n".join(map(visible, table.notes()))
+
+
+def _figure(tables: Sequence[Comparison], options: Namespace) -> str:
+    """Write the figure of a paper, and return what its caption must say."""
+    from harness.reports.pictures import figures, kinds  # matplotlib, as above
+
+    choice = _choice(options)
+    look = checked(figures.Look, choice.figure, f"{options.paper}: figure")
+    chosen = choose(tables, choice, options.config_dir)
+    figure, caption = kinds.of_paper(options.figure, chosen, look)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    figures.save(figure, options.out)
+    return visible(caption)
+
+
+def _choice(options: Namespace) -> Choice:
+    return Choice() if options.paper in (None, True) else Choice.read(options.paper)
+
+
+def _check_figure(parser: Parser, options: Namespace) -> None:
+    """End with an error if the kind of figure or the name of its file cannot be."""
+    from harness.reports.pictures import figures, kinds  # matplotlib, as above
+
+    if options.figure not in kinds.KINDS:
+        parser.error(
+            f"--figure {options.figure}: there is no such kind{suggestion(options.figure, kinds.KINDS)}"
+        )
+    if not options.out or options.out.suffix not in figures.FORMATS:
+        given = f"--out {options.out}" if options.out else "--figure"
+        parser.error(f"{given}: name a file, --out FILE.pdf, or one in .svg or .png")
 
 
 def _more(folders: Sequence[Path]) -> str:
@@ -169,10 +212,6 @@ def _written(
         from harness.reports.page import write_page  # matplotlib, as below
 
         yield write_page(options.html, tables, left_out)
-    if options.plots:
-        from harness.reports.pictures.draw import draw
-
-        yield from draw(tables, options.folders[0] / "plots")
 
 
 if __name__ == "__main__":

@@ -43,10 +43,15 @@ class ReportRow:
     # of the difference of its score to Full's, after Holm's correction over the table
     score_p: float | None = None
     cost_p: float | None = None  # the same of the likelihoods of the right answers
+    printed: str | None = None  # its budget, where it is not written as in a report
+
+    @property
+    def budget(self) -> str:
+        return self.printed or budget(self.summary)
 
     @property
     def title(self) -> str:
-        return f"{self.label} {budget(self.summary)}".strip()
+        return f"{self.label} {self.budget}".strip()
 
     @property
     def cost(self) -> Mapping[str, Any]:

@@ -9,15 +9,13 @@ from html import escape
 from pathlib import Path
 from string import Template
 
-from matplotlib.figure import Figure
-
 from harness.reports import columns
 from harness.reports.compare import Comparison, ReportRow
 from harness.reports.conditions import conditions, origin
 from harness.reports.document import ReportTable, report_tables
 from harness.reports.overview import ALARM, all_lines
-from harness.reports.pictures.draw import pictures
-from harness.reports.pictures.figures import png
+from harness.reports.pictures.figures import Drawn, png
+from harness.reports.pictures.kinds import of_page
 from harness.reports.rerun import command
 from harness.results import files
 from harness.results.facts import FACTS
@@ -68,14 +66,14 @@ def document(
 
 
 def _section(table: Comparison) -> Iterator[str]:
-    """Yield the HTML of one comparison: its first table, the lines below it and one picture; all
+    """Yield the HTML of one comparison: its first table, the lines below it and one figure; all
     else is folded."""
     yield f"<h2>{escape(table.title)}</h2>"
     yield table_html(ReportTable("Scores, times and bytes", columns.overview(table)))
     yield listed(all_lines(table))
-    drawn = [_image(kind, figure) for _, kind, figure in pictures(table)]
+    drawn = [_image(kind, one) for kind, one in of_page(table)]
     yield from drawn[:1]
-    yield "<details><summary>All tables, conditions, notes and pictures</summary>"
+    yield "<details><summary>All tables, conditions, notes and figures</summary>"
     yield listed(list(conditions(table)), "notes")
     yield from map(table_html, report_tables(table))
     yield from drawn[1:]
@@ -135,13 +133,14 @@ def _left(column: Column) -> str:
     return " class=left" if column.left else ""
 
 
-def _image(kind: str, figure: Figure) -> str:
-    """Return a picture that a narrow screen shows in its own size, in a box that scrolls by itself."""
-    width = round(96 * figure.get_size_inches()[0])
-    data = b64encode(png(figure)).decode()
+def _image(kind: str, drawn: Drawn) -> str:
+    """Return a figure that a narrow screen shows in its own size, in a box that scrolls by itself."""
+    width = round(96 * drawn.figure.get_size_inches()[0])
+    data = b64encode(png(drawn.figure)).decode()
     image = f'<img alt="{escape(kind)}" width="{width}" src="data:image/png;base64,{data}">'
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(kind)}">{image}</div>'
+        f'<figure><div class="scroll" tabindex="0" role="region" aria-label="{escape(kind)}">{image}</div>'
+        f"<figcaption class=soft>{escape(drawn.caption)}</figcaption></figure>"
     )
 
 

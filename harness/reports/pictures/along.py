@@ -9,12 +9,12 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import NamedTuple
 
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from harness.reports.compare import Comparison, ReportRow
 from harness.reports.pictures import figures
-from harness.reports.pictures.frontier import FULL_STYLE, is_full, style
+from harness.reports.pictures.figures import Drawn, Look
+from harness.reports.pictures.lines import handles, styles
 from harness.results.records import Reply
 
 Stretch = tuple[int, int, int]  # its number, the steps before it, and those up to its end
@@ -55,46 +55,53 @@ def _mib(reply: Reply, stretch: Stretch, key: str) -> float:
 
 
 PANELS = (
-    Panel("time per token (ms), median", _ms_per_token, median, True),
-    Panel("tokens read per step, of all so far (%)", _percent_read),
-    Panel("keys, values and indices in use (MiB)", partial(_mib, key="used_bytes")),
-    Panel("bytes moved between tiers per step (MiB)", partial(_mib, key="moved_bytes")),
+    Panel("time per token (ms)", _ms_per_token, median, True),
+    Panel("read per step, of all so far (%)", _percent_read),
+    Panel("cache in use (MiB)", partial(_mib, key="used_bytes")),
+    Panel("moved per step (MiB)", partial(_mib, key="moved_bytes")),
 )
 
 
-def has_along(table: Comparison) -> bool:
-    """Return True if some answers are long enough to have several stretches."""
-    return not table.of_perplexity and any(_long(entry) for entry in table.entries)
+def no_along(tables: Sequence[Comparison], look: Look) -> str | None:
+    """Return why nothing can be drawn along answers, and what to do; None if it can."""
+    if _panels(tables):
+        return None
+    return (
+        "no answer is long enough to have several stretches: let models answer in more tokens, "
+        "as +experiment=small/long_answer does"
+    )
 
 
-def along(table: Comparison) -> Figure:
-    """Draw a panel for each cost, with a line per row over the stretches of its answers."""
-    drawn = [(panel, lines) for panel in PANELS if (lines := _lines(panel, table.entries))]
-    figure, panels = figures.side_by_side(len(drawn))
-    others = [entry.title for entry in table.entries if not is_full(entry)]
-    for axes, (panel, lines) in zip(panels, drawn, strict=True):
+def along(tables: Sequence[Comparison], look: Look) -> Drawn:
+    """Draw a panel for each table and cost, with a line per row over the stretches of its answers."""
+    panels = _panels(tables)
+    known = styles([table for table, *_ in panels], lambda entry: entry.title)
+    drawn = figures.panels(len(panels), look, of_kind=len(tables))
+    for axes, (table, panel, lines) in zip(drawn.axes, panels, strict=True):
         for title, points in lines.items():
-            how = style(others.index(title)) if title in others else FULL_STYLE
-            axes.plot(list(points), list(points.values()), label=title, **how)
+            axes.plot(list(points), list(points.values()), **known[title])
         axes.set_xscale("log", base=2)
-        axes.set_xlabel("tokens of the answer")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_ylim(bottom=0)
-        axes.set_title(panel.name)
-        figures.framed(axes)
-    figure.legend(
-        *panels[-1].get_legend_handles_labels(),
-        loc="outside right upper",
-        frameon=False,
-        fontsize=8.5,
+        axes.set_title(drawn.fill(", ".join(filter(None, [table.title, panel.name]))))
+    drawn.label("tokens of the answer", "")
+    figures.lay_out(drawn, look, handles(known))
+    for axes in drawn.axes:
+        figures.spaced(axes)
+    return Drawn(
+        drawn.figure,
+        "Costs along the answers; a point stands for the tokens since the one before it",
     )
-    figures.title(
-        figure,
-        table.title,
-        "along the answers; a point stands for the tokens since the one before it",
-    )
-    return figure
+
+
+def _panels(tables: Sequence[Comparison]) -> list[tuple[Comparison, Panel, Lines]]:
+    return [
+        (table, panel, lines)
+        for panel in PANELS
+        for table in tables
+        if not table.of_perplexity and (lines := _lines(panel, table.entries))
+    ]
 
 
 def _long(entry: ReportRow) -> list[Reply]:

@@ -1,91 +1,209 @@
-"""Helpers that all pictures of a report share: colours, titles, and small files."""
+"""What all figures of a report share: their style, sizes in inches, panels, the legend under them, and files."""
 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from io import BytesIO
+from math import ceil
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple, get_args
 
-from matplotlib import rc_context
+from matplotlib import rc_context, rc_params_from_file, rcParams
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from PIL import Image  # matplotlib's own dependency
 
 from kernels.temporary import replacing
 
-INK, SOFT, GRID, EMPTY = "#222222", "#666666", "#e3e3e3", "#f0f0f0"
-COLOURS = "cividis"  # of a map: even steps, and the same to all eyes
-DPI = 160
+STYLE = Path(__file__).with_name("paper.mplstyle")
+_style = rc_params_from_file(STYLE, use_default_template=False)
+INK, SOFT = (_style[key] for key in ("text.color", "axes.edgecolor"))
+COLOURS: list[str] = _style["axes.prop_cycle"].by_key()["color"]
+CostName = Literal["read", "held", "moved", "time"]
+FORMATS = (".pdf", ".svg", ".png")
+WIDTHS = {"single": 3.3, "double": 7.0}  # inches: of a paper's column, and of its page
+SMALLEST = 7  # points of type
+LETTER = 0.56  # width of a letter as a share of its height, the mean of DejaVu Sans
+NARROWEST, LOWEST = 1.6, 1.2  # inches of a panel
+MOST_COLUMNS = 4
+DPI = 160  # of the report's page
 WIDEST = 2400  # pixels
-MOST = 100  # rows or lines of a picture; a taller one is slow to draw and shown nowhere
 
 
-def plain(axes: Axes) -> None:
-    """Style ticks and labels: grey and small, without tick marks."""
-    axes.tick_params(length=0, labelsize=9, labelcolor=INK)
-    axes.xaxis.label.set(color=SOFT, fontsize=9)
-    axes.yaxis.label.set(color=SOFT, fontsize=9)
-    axes.title.set(color=INK, fontsize=9)
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """How a figure is drawn: the section `figure` of a file of `--paper`."""
+
+    # inches; single, double: of a column of a paper, and of its page; null: what its panels need
+    width: Literal["single", "double"] | float | None = "single"
+    height: float | None = None  # inches; null: what its panels and its legend need
+    font: float = 8  # points; numbers at axes and at points are one smaller, but no smaller than 7
+    # what stands side by side if there are several of both
+    panels: Literal["task", "model"] = "task"
+    columns: int | None = None  # panels in a row; null: as many as fit
+    costs: Sequence[CostName] = get_args(CostName)  # that scores are drawn against
+
+    def __post_init__(self) -> None:
+        for name, least in (("width", 1), ("height", 1), ("font", SMALLEST), ("columns", 1)):
+            value = getattr(self, name)
+            if isinstance(value, (int, float)) and value < least:
+                raise ValueError(f"figure: {name}: {value} cannot be read: give at least {least}.")
+
+    @property
+    def inches(self) -> float | None:
+        return WIDTHS[self.width] if isinstance(self.width, str) else self.width
+
+    @property
+    def small(self) -> float:
+        """The points of the smallest type: numbers at axes, in cells and at points."""
+        return max(SMALLEST, self.font - 1)
 
 
-def framed(axes: Axes, grid: Literal["both", "x", "y"] = "both") -> None:
-    """Draw grid lines to read values by, and leave only the left and the bottom line of the
-    frame."""
-    axes.grid(axis=grid, color=GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(SOFT)
-    plain(axes)
+class Drawn(NamedTuple):
+    """A figure, and what a paper's caption says of it. A notebook shows the figure."""
+
+    figure: Figure
+    caption: str
+
+    def _repr_png_(self) -> bytes:
+        return png(self.figure)
 
 
-def wrapped(figure: Figure, text: str) -> list[str]:
-    """Break a text into lines that are no wider than the figure, at spaces only."""
-    return textwrap.wrap(text, int(11 * figure.get_size_inches()[0]), break_long_words=False)
+class Panels(NamedTuple):
+    """A figure and its panels."""
+
+    figure: Figure
+    axes: list[Axes]
+    columns: int  # in which they stand
+    height: float  # inches of what is drawn in one
+    letters: int  # that are as wide as the text of a panel may be
+
+    def fill(self, text: str) -> str:
+        """Break a text into lines that are no wider than a panel."""
+        return textwrap.fill(text, self.letters)
+
+    def label(self, across: str, up: str) -> None:
+        """Say at the left and at the bottom of the figure what all panels show across and up."""
+        for place, axes in enumerate(self.axes):
+            axes.set_ylabel(up if place % self.columns == 0 else "")
+            axes.set_xlabel(across if place + self.columns >= len(self.axes) else "")
+
+
+@contextmanager
+def styled(look: Look = Look()) -> Iterator[None]:
+    """Draw in the style of reports, whatever the user's own settings of matplotlib are."""
+    sizes: Any = dict.fromkeys(("xtick.labelsize", "ytick.labelsize"), look.small)
+    with rc_context({**sizes, "font.size": look.font}, STYLE):
+        yield
+
+
+def panels(
+    count: int,
+    look: Look,
+    width: float = 3.3,
+    height: float | None = None,
+    *,
+    of_kind: int = 1,
+    right: float = 0,
+    **shared: Any,
+) -> Panels:
+    """Return a figure with so many panels, in rows of as many as the look's width holds. `width`:
+    inches of a panel at ease; `height`: of what is drawn in it, if the look leaves that open, by
+    default two thirds of its width; `of_kind`: how many of one kind follow each other, which have a
+    row of their own if it holds them; `right`: inches at the figure's right that they leave;
+    `shared`: `sharex`, `sharey`."""
+    fit = MOST_COLUMNS if look.inches is None else max(1, int(look.inches / NARROWEST))
+    columns = look.columns or (of_kind if 1 < of_kind <= fit else ceil(count / ceil(count / fit)))
+    rows = ceil(count / columns)
+    whole = look.inches or columns * width
+    inside = height or max(LOWEST, whole / columns * 2 / 3)
+    figure = Figure(figsize=(whole, look.height or rows * (inside + 0.5)))
+    FigureCanvasAgg(figure)  # measures text
+    grid = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
+    for axes in grid[count:]:
+        axes.remove()
+    letters = int(60 * (whole - right) / columns / LETTER / look.font)
+    return Panels(figure, grid[:count], columns, inside, letters)
+
+
+def lay_out(drawn: Panels, look: Look, handles: Sequence[Artist] = ()) -> None:
+    """Put a legend under the panels, in as many columns as the figure's width holds, make the figure
+    as high as all of it needs, unless its height is given, and fix the layout."""
+    figure = drawn.figure
+    for columns in range(len(handles), 0, -1):
+        box = figure.legend(handles=handles, loc="outside lower center", ncols=columns)
+        needs = box.get_window_extent(figure.canvas.get_renderer())  # type: ignore[attr-defined]
+        if needs.width <= figure.bbox.width or columns == 1:
+            figure.set_figheight(look.height or figure.get_figheight() + needs.height / figure.dpi)
+            break
+        box.remove()
+    figure.draw_without_rendering()
+    if look.height is None:
+        inside = min(axes.bbox.height for axes in drawn.axes) / figure.dpi
+        rows = ceil(len(drawn.axes) / drawn.columns)
+        figure.set_figheight(figure.get_figheight() + rows * (drawn.height - inside))
+        figure.draw_without_rendering()
+
+
+def extent(axes: Axes, text: str, size: float) -> tuple[float, float]:
+    """Return width and height in pixels of a text whose type has `size` points."""
+    canvas = axes.figure.canvas
+    assert isinstance(canvas, FigureCanvasAgg)
+    font = FontProperties(size=size)
+    width, height, _ = canvas.get_renderer().get_text_width_height_descent(text, font, False)
+    return width, height
+
+
+def spaced(axes: Axes) -> None:
+    """Leave out the names of ticks that would meet the one before them. The figure's layout must be
+    final."""
+    for axis, low, high in ((axes.xaxis, 0, 2), (axes.yaxis, 1, 3)):
+        shown = [tick for tick in axis.get_ticklabels() if tick.get_visible() and tick.get_text()]
+        extents = [tick.get_window_extent().extents for tick in shown]
+        end = float("-inf")
+        for extent, tick in sorted(zip(extents, shown, strict=True), key=lambda one: one[0][low]):
+            tick.set_visible(extent[low] > end)
+            end = max(end, extent[high]) if tick.get_visible() else end
+
+
+def tokens(length: float) -> str:
+    """Return a number of tokens in few letters: 1K, 1.5K, 700."""
+    return f"{length / 1024:g}K" if length >= 1024 and length % 512 == 0 else f"{length:g}"
 
 
 def title(figure: Figure, text: str, *below: str) -> None:
-    """Set the figure's title; each of `below` is a line of its own under it."""
-    if lines := [*wrapped(figure, text), *below]:
-        figure.suptitle("\n".join(lines), fontsize=10, color=INK, x=0.01, ha="left")
+    """Set the title of a figure that stands alone; each of `below` is a line of its own under it."""
+    letters = int(11 * figure.get_size_inches()[0])
+    lines = textwrap.wrap(text, letters, break_long_words=False)
+    if lines or below:
+        figure.suptitle("\n".join([*lines, *below]), x=0.01, ha="left")
 
 
-def png(figure: Figure) -> bytes:
-    """Return a figure as PNG bytes in 256 colours, which keeps a page with many pictures small.
-    Text outside the axes is not cut off."""
+def png(figure: Figure, dpi: float = DPI) -> bytes:
+    """Return a figure as PNG bytes in 256 colours, which keeps a page with many figures small."""
     drawn, reduced = BytesIO(), BytesIO()
-    figure.savefig(
-        drawn,
-        dpi=min(DPI, WIDEST / figure.get_size_inches()[0]),
-        bbox_inches="tight",
-        pad_inches=0.1,
-    )
+    figure.savefig(drawn, format="png", dpi=min(dpi, WIDEST / figure.get_size_inches()[0]))
     Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(
         reduced, "PNG", optimize=True
     )
     return reduced.getvalue()
 
 
-def save(figure: Figure, path: Path) -> tuple[Path, Path]:
-    """Write the figure as PNG to `path` and as PDF with the same name; return both paths."""
-    printed, vector = BytesIO(), path.with_suffix(".pdf")
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure in the format that the name ends in (`FORMATS`): PDF and SVG are vectors."""
+    drawn = BytesIO()
+    undated = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}}
+    with styled():
+        if path.suffix == ".png":
+            drawn.write(png(figure, rcParams["savefig.dpi"]))
+        else:
+            figure.savefig(drawn, format=path.suffix[1:], metadata=undated[path.suffix])
+    # in memory first: matplotlib makes another error of a full disk
     with replacing(path) as file:  # not through a link that a folder of somebody else's has there
-        file.write(png(figure))
-    with rc_context({"pdf.fonttype": 42}):  # TrueType: publishers refuse matplotlib's Type 3
-        figure.savefig(
-            printed,
-            format="pdf",
-            bbox_inches="tight",
-            pad_inches=0.1,
-            metadata={"CreationDate": None},
-        )
-    with replacing(vector) as file:
-        # in memory first: matplotlib makes another error of a full disk
-        file.write(printed.getvalue())
-    return path, vector
-
-
-def side_by_side(panels: int) -> tuple[Figure, list[Axes]]:
-    """Return a figure with so many panels in a row, and their axes. No display is needed."""
-    figure = Figure(figsize=(4.6 * panels, 3.6), layout="constrained")
-    return figure, list(figure.subplots(1, panels, squeeze=False)[0])
+        file.write(drawn.getvalue())

@@ -1,5 +1,5 @@
-"""Draws the needle heat map: mean score by prompt length and by the needle's depth in it. If all
-runs have a single length, one map has a line for each run."""
+"""Draws maps of needles: mean score by prompt length and by the needle's depth in it. If all prompts
+of a task have one length, its map has a line for each run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
+from harness.reports.compare import Comparison
 from harness.reports.pictures import figures
+from harness.reports.pictures.figures import Drawn, Look
+from harness.reports.pictures.lines import named
 from harness.results.records import Record
 
+EMPTY = "#f0f0f0"  # of cells without a needle
 BINS = 10  # of depth, where needles lie anywhere
 MOST_ROWS = 21  # where a task plants at fixed depths, each is a row
 
@@ -29,12 +32,13 @@ class NeedleScore(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """Mean scores (0-100) in a row per depth and a column per length; None in cells without a
-    needle."""
+    """A panel: mean scores (0-100) in rows and columns that have names; None in cells without a
+    needle. `edges`: where rows begin and end. Depths lie true to scale."""
 
-    depths: list[str]  # percent: as planted, or a bin
-    lengths: list[str]  # tokens asked for
+    down: list[str]  # depths in percent, as planted or a bin
+    across: list[str]  # tokens asked for
     means: list[list[float | None]]
+    edges: list[float]
 
 
 def needles_by_task(records: Sequence[Record]) -> dict[str, list[NeedleScore]]:
@@ -69,80 +73,123 @@ def grid(needles: Sequence[NeedleScore]) -> Grid:
     for depth, length, score in needles:
         row = depths.index(depth) if planted else min(BINS - 1, int(depth * BINS / 100))
         cells[row, lengths.index(length)].append(100 * score)
-    rows = (
-        [f"{depth:g}" for depth in depths]
-        if planted
-        else [f"{10 * row}-{10 * row + 10}" for row in range(BINS)]
-    )
+    edges: list[float] = [100 * edge / BINS for edge in range(BINS + 1)]
+    rows = [f"{low:g}-{high:g}" for low, high in pairwise(edges)]
+    if planted:
+        rows = [f"{depth:g}" for depth in depths]
+        middles = [(a + b) / 2 for a, b in pairwise(depths)] or [depths[0] + 0.5]
+        edges = [2 * depths[0] - middles[0], *middles, 2 * depths[-1] - middles[-1]]
     means: list[list[float | None]] = [[None] * len(lengths) for _ in rows]
     for (y, x), scores in cells.items():
         means[y][x] = fmean(scores)
-    tokens = [
-        f"{length / 1024:g}K" if length >= 1024 and length % 512 == 0 else f"{length:g}"
-        for length in lengths
-    ]
-    return Grid(rows, tokens, means)
+    names = [figures.tokens(length) for length in lengths]
+    return Grid(rows, names, means, edges)
 
 
-def heatmap(needles: Sequence[NeedleScore], title: str) -> Figure:
-    """Draw the mean scores of one run by length and depth."""
-    cells = grid(needles)
-    size = (max(3.4, 1.9 + 0.72 * len(cells.lengths)), 1.5 + 0.32 * len(cells.depths))
-    figure = Figure(figsize=size, layout="constrained")
-    axes = _cells(figure, cells.means, cells.lengths, cells.depths)
-    axes.set_xlabel("prompt length asked for (tokens)")
-    axes.set_ylabel("depth of the needle (%)")
-    figures.title(figure, title, f"mean score, 0-100, of {len(needles)} examples")
-    return figure
-
-
-def are_flat(grids: Sequence[Grid]) -> bool:
-    """Return True if there are several grids, all with the same single length and the same depths,
-    so that one picture with a line per run can show them."""
-    axes = {(*other.lengths, *other.depths) for other in grids}
-    return len(grids) > 1 and len(axes) == 1 and len(grids[0].lengths) == 1
-
-
-def heatmap_by_run(grids: Mapping[str, Grid], title: str) -> Figure:
-    """Draw grids of a single length in one map, with a line for each run; `grids` is by the run's
-    name."""
-    first = next(iter(grids.values()))
-    figure = Figure(
-        figsize=(3 + 0.55 * len(first.depths), 1.5 + 0.21 * len(grids)), layout="constrained"
+def no_needles(tables: Sequence[Comparison], look: Look) -> str | None:
+    """Return why no map of needles can be drawn, and what to do; None if one can."""
+    if _by_task(tables):
+        return None
+    return (
+        "no run hides needles at several depths or lengths: run task=niah, or needles of task=ruler"
     )
-    means = [[line[0] for line in cells.means] for cells in grids.values()]
-    axes = _cells(figure, means, first.depths, list(grids))
-    axes.set_xlabel("depth of the needle (%)")
-    figures.title(figure, title, f"mean score, 0-100, at a length of {first.lengths[0]} tokens")
-    return figure
 
 
-def _cells(
-    figure: Figure, means: Sequence[Sequence[float | None]], across: list[str], down: list[str]
-) -> Axes:
-    values = np.array(means, dtype=float)  # None becomes nan
-    axes: Axes = figure.subplots()
-    axes.set_facecolor(figures.EMPTY)
-    image = axes.pcolormesh(
-        np.ma.masked_invalid(values),
-        cmap=figures.COLOURS,
-        vmin=0,
-        vmax=100,
-        edgecolors="white",
-        linewidth=1,
-    )
-    axes.invert_yaxis()
-    axes.set_xticks(np.arange(len(across)) + 0.5, across)
-    axes.set_yticks(np.arange(len(down)) + 0.5, down)
-    axes.spines[:].set_visible(False)
-    figures.plain(axes)
-    bar = figure.colorbar(image, ax=axes, aspect=30, pad=0.02, ticks=(0, 25, 50, 75, 100))
-    bar.ax.tick_params(length=0, labelsize=8, labelcolor=figures.SOFT)
+def needles(tables: Sequence[Comparison], look: Look) -> Drawn:
+    """Draw a map for each run of a task, or one with a line per run if all its prompts have one
+    length."""
+    tasks = _by_task(tables)
+    by_run = all(map(are_flat, tasks.values()))
+    if by_run:
+        grids = {task: _of_runs(by_name) for task, by_name in tasks.items()}
+    else:
+        grids = {
+            ", ".join([name, *[task] * (len(tasks) > 1)]): cells
+            for task, by_name in tasks.items()
+            for name, cells in by_name.items()
+        }
+    lines = max(len(cells.down) for cells in grids.values())
+    columns = max(len(cells.across) for cells in grids.values())
+    height = 1.7 * look.small / 72 * lines
+    drawn = figures.panels(len(grids), look, 1.3 + 0.4 * columns, height, right=0.6)
+    names = {(*cells.down, "", *cells.across) for cells in grids.values()}
+    for axes, (heading, cells) in zip(drawn.axes, grids.items(), strict=True):
+        image = axes.pcolormesh(
+            range(len(cells.across) + 1),
+            cells.edges,
+            np.ma.masked_invalid(np.array(cells.means, dtype=float)),
+            vmin=0,
+            vmax=100,
+            edgecolors="white",
+            linewidth=0.6,
+        )
+        axes.set_facecolor(EMPTY)
+        axes.invert_yaxis()
+        axes.set_xticks(np.arange(len(cells.across)) + 0.5, cells.across)
+        axes.set_yticks([(a + b) / 2 for a, b in pairwise(cells.edges)], cells.down)
+        axes.grid(visible=False)
+        axes.spines[:].set_visible(False)
+        axes.set_title(drawn.fill(heading))
+        if len(names) == 1:
+            axes.label_outer()
+    depth = "depth of the needle (%)"
+    drawn.figure.supxlabel(depth if by_run else "prompt (tokens)")
+    drawn.figure.supylabel("" if by_run else depth)
+    ticks = (0, 25, 50, 75, 100)
+    bar = drawn.figure.colorbar(image, ax=drawn.axes, aspect=30, pad=0.02, ticks=ticks)
     bar.outline.set_visible(False)
-    for (y, x), value in np.ndenumerate(values):
-        if not np.isnan(value):
-            colour = "white" if value < 60 else figures.INK
-            axes.text(
-                x + 0.5, y + 0.5, f"{value:.0f}", ha="center", va="center", fontsize=8, color=colour
-            )
-    return axes
+    bar.set_label("score (0-100)")
+    figures.lay_out(drawn, look)
+    for axes, cells in zip(drawn.axes, grids.values(), strict=True):
+        figures.spaced(axes)
+        _write(axes, cells, look.small)
+    return Drawn(drawn.figure, "Mean score of needles by their depth and the length of the prompt")
+
+
+def are_flat(grids: Mapping[str, Grid]) -> bool:
+    """Return True if there are several grids, all with the same single length and the same depths,
+    so that one map with a line per run can show them."""
+    axes = {(*cells.across, *cells.down) for cells in grids.values()}
+    return len(grids) > 1 and len(axes) == 1 and len(next(iter(grids.values())).across) == 1
+
+
+def _by_task(tables: Sequence[Comparison]) -> dict[str, dict[str, Grid]]:
+    """Return the grids of each task by the run's name. The task is named as its table is, and by its own
+    name where a table holds several."""
+    tasks: dict[str, dict[str, Grid]] = defaultdict(dict)
+    for table in tables:
+        runs = {named(row): needles_by_task(row.run.records) for row in table.entries}
+        several = len({task for found in runs.values() for task in found}) > 1
+        for name, found in runs.items():
+            for task, scores in found.items():
+                words = [table.title, task * (several or not table.title)]
+                tasks[", ".join(filter(None, words))][name] = grid(scores)
+    return tasks
+
+
+def _of_runs(grids: Mapping[str, Grid]) -> Grid:
+    """Return one grid with a line for each of these, which are flat, and depths across."""
+    first = next(iter(grids.values()))
+    means = [[line[0] for line in cells.means] for cells in grids.values()]
+    return Grid(list(grids), first.down, means, list(map(float, range(len(grids) + 1))))
+
+
+def _write(axes: Axes, cells: Grid, size: float) -> None:
+    """Write the scores into the cells that are large enough. The figure's layout must be final."""
+    width, height = figures.extent(axes, "100", size)
+    for y, (low, high) in enumerate(pairwise(cells.edges)):
+        (left, top), (right, bottom) = axes.transData.transform([(0, low), (1, high)])
+        if right - left < 1.1 * width or top - bottom < 1.3 * height:
+            continue
+        for x, value in enumerate(cells.means[y]):
+            if value is not None:
+                colour = "white" if value < 60 else figures.INK
+                axes.text(
+                    x + 0.5,
+                    (low + high) / 2,
+                    f"{value:.0f}",
+                    ha="center",
+                    va="center",
+                    fontsize=size,
+                    color=colour,
+                )

@@ -300,7 +300,7 @@ def _check(own: Row, config: dict[str, Any]) -> None:
             assert text == str(value) or json.loads(text) == value, (key, own["command"])
 
 
-@pytest.mark.parametrize("words", [[], ["DIR", "--leaderboard", "x.html", "--plots"]])
+@pytest.mark.parametrize("words", [[], ["DIR", "--leaderboard", "x.html", "--figure", "budget"]])
 def test_a_report_of_nothing_or_of_two_things_is_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         report.main(words)
