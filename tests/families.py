@@ -22,12 +22,11 @@ from harness import Engine, RunningBatch, attached
 from harness.engine.cache import UnsupportedError
 from harness.models.base import ModelError
 from harness.models.hub import HuggingFace
-from harness.models.random import byte_tokenizer
 from methods.base import BudgetError, Method
 from methods.full import Full
 from methods.kivi import Kivi
 from tests.methods.test_contract import NAMES, small
-from tests.tiny import prompt, tiny
+from tests.tiny import prompt, saved, tiny
 
 FAMILIES = {  # as the table calls them -> the model of tests/tiny.py
     "Llama": "llama",
@@ -67,10 +66,7 @@ def made(architecture: str) -> PreTrainedModel:
 def source(architecture: str) -> HuggingFace:
     """A source of the family's model, which is saved in the hub's layout."""
     folder = Path(_folders.name) / architecture
-    if not folder.exists():
-        made(architecture).save_pretrained(folder)
-        byte_tokenizer().save_pretrained(folder)
-    return HuggingFace(str(folder))
+    return HuggingFace(str(folder)) if folder.exists() else saved(made(architecture), folder)
 
 
 @cache

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from copy import deepcopy
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from harness.models.hub import HuggingFace
+from harness.models.random import byte_tokenizer
 
 SHAPE = {
     "vocab_size": 199,
@@ -69,8 +73,9 @@ def tiny(architecture: str) -> PreTrainedModel:
 
 
 def fresh(architecture: str, **more: Any) -> PreTrainedModel:
-    """A fresh model of `tiny`, with `more` in its config."""
-    shape = {"model_type": architecture} | SHAPE | (ARCHITECTURES | PARTLY | FURTHER)[architecture] | more
+    """A fresh model of `tiny`, or of another type that transformers knows, with `more` in its config."""
+    own = (ARCHITECTURES | PARTLY | FURTHER).get(architecture, {})
+    shape = {"model_type": architecture} | SHAPE | own | more
     config = AutoConfig.for_model(**shape, initializer_range=0.15)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(7)
@@ -84,18 +89,25 @@ def fresh(architecture: str, **more: Any) -> PreTrainedModel:
 BORDER = 64  # tokens up to which the models of `by_length` rotate a text as trained
 
 
-def by_length(architecture: str, kind: str) -> PreTrainedModel:
+def by_length(architecture: str, kind: str, border: int = BORDER, **more: Any) -> PreTrainedModel:
     """A fresh model whose rotation depends on the length of the text: `longrope` or `dynamic`. It never ends a text."""
     part = 0.75 if architecture == "phi4" else 1.0
     pairs = int(8 * part)
-    factors = {"short_factor": [1.0] * pairs, "long_factor": [4.0] * pairs, "original_max_position_embeddings": BORDER}
+    factors = {"short_factor": [1.0] * pairs, "long_factor": [4.0] * pairs, "original_max_position_embeddings": border}
     rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0} | (factors if kind == "longrope" else {})
     rope |= {"partial_rotary_factor": part} if part < 1 else {}
-    own = {"rope_parameters": rope, "max_position_embeddings": 4 * BORDER if kind == "longrope" else BORDER}
-    own |= {"original_max_position_embeddings": BORDER} if kind == "longrope" else {}
-    model = fresh(architecture, **own)
+    own = {"rope_parameters": rope, "max_position_embeddings": 4 * border if kind == "longrope" else border}
+    own |= {"original_max_position_embeddings": border} if kind == "longrope" else {}
+    model = fresh(architecture, **own, **more)
     model.generation_config.eos_token_id = None
     return model
+
+
+def saved(model: PreTrainedModel, folder: Path) -> HuggingFace:
+    """A model in the hub's layout, with a tokenizer that has a token per byte."""
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return HuggingFace(str(folder))
 
 
 def eager(architecture: str) -> PreTrainedModel:

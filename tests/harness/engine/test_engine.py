@@ -193,53 +193,47 @@ def clocked(monkeypatch: pytest.MonkeyPatch, captured: bool = False) -> Iterator
         yield Engine(kv, graphs=graphs if captured else None), device
 
 
-def generate(monkeypatch: pytest.MonkeyPatch, captured: bool = False, context: int | None = None) -> Generation:
+@pytest.mark.parametrize(("captured", "capture"), [(False, 0.0), (True, CAPTURE)])
+def test_seal_and_capture_are_clocked_until_the_device_is_done(
+    captured: bool, capture: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with clocked(monkeypatch, captured) as (engine, device):
-        return engine.generate(prompt(30), max_new_tokens=4, context_tokens=context, sampler=Waiting(device))
-
-
-def test_the_seal_is_clocked_until_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    generation = generate(monkeypatch)
+        generation = engine.generate(prompt(30), max_new_tokens=4, sampler=Waiting(device))
     assert generation.seal_s == pytest.approx(SEAL)
-    second = PREFILL + SEAL + STEP
+    assert (generation.capture_s or 0.0) == pytest.approx(capture)
+    second = PREFILL + SEAL + STEP + capture
     assert generation.token_s == pytest.approx([PREFILL, second, second + STEP, second + 2 * STEP])
 
 
-def test_capturing_is_clocked_without_the_step_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    generation = generate(monkeypatch, captured=True)
-    assert generation.capture_s == pytest.approx(CAPTURE)
-    second = PREFILL + SEAL + STEP + CAPTURE
-    assert generation.token_s == pytest.approx([PREFILL, second, second + STEP, second + 2 * STEP])
+def two(engine: Engine, device: Device, between: float = 0.0) -> tuple[Generation, Generation]:
+    """Answers to a prompt and to one that joins it after a step and some seconds."""
+    batch = RunningBatch(engine)
+    first = engine.join(batch, prompt(30), max_new_tokens=4, sampler=Waiting(device))
+    batch.step()
+    second = engine.join(batch, prompt(40), max_new_tokens=3, sampler=Waiting(device))
+    device.now += between
+    while batch.sequences:
+        batch.step()
+    return first.out, second.out
 
 
 def test_a_clock_stands_still_while_another_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of two takes the device as long as two; each is billed for its own prefill and its part of the steps."""
     with clocked(monkeypatch) as (engine, device):
-        batch = RunningBatch(engine)
-        first = engine.join(batch, prompt(30), max_new_tokens=4, sampler=Waiting(device))
-        batch.step()
-        second = engine.join(batch, prompt(40), max_new_tokens=3, sampler=Waiting(device))
-        device.now += 1000.0  # a record is written
-        while batch.sequences:
-            batch.step()
+        first, second = two(engine, device, between=1000.0)  # a record is written
     begun = PREFILL + SEAL
-    assert first.out.token_s == pytest.approx([PREFILL, begun + STEP, begun + 3 * STEP, begun + 5 * STEP])
-    assert second.out.token_s == pytest.approx([PREFILL, begun + 2 * STEP, begun + 4 * STEP])
-    assert (first.out.share_s, second.out.share_s) == (pytest.approx(begun + 3 * STEP), pytest.approx(begun + 2 * STEP))
-    assert (first.out.decode_share_s, second.out.decode_share_s) == (pytest.approx(2 * STEP), pytest.approx(STEP))
+    assert first.token_s == pytest.approx([PREFILL, begun + STEP, begun + 3 * STEP, begun + 5 * STEP])
+    assert second.token_s == pytest.approx([PREFILL, begun + 2 * STEP, begun + 4 * STEP])
+    assert (first.share_s, second.share_s) == (pytest.approx(begun + 3 * STEP), pytest.approx(begun + 2 * STEP))
+    assert (first.decode_share_s, second.decode_share_s) == (pytest.approx(2 * STEP), pytest.approx(STEP))
 
 
 def test_a_capture_for_others_is_in_no_token_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
     with clocked(monkeypatch, captured=True) as (engine, device), use_backend("torch"):
-        batch = RunningBatch(engine)
-        first = engine.join(batch, prompt(30), max_new_tokens=4, sampler=Waiting(device))
-        batch.step()
-        second = engine.join(batch, prompt(40), max_new_tokens=3, sampler=Waiting(device))
-        while batch.sequences:
-            batch.step()
+        first, second = two(engine, device)
     assert engine.plain_steps is None
-    assert [slot.out.capture_s for slot in (first, second)] == pytest.approx([CAPTURE, CAPTURE])
+    assert [one.capture_s for one in (first, second)] == pytest.approx([CAPTURE, CAPTURE])
     begun = PREFILL + SEAL + CAPTURE
-    assert first.out.token_s[:3] == pytest.approx([PREFILL, begun + STEP, begun + 3 * STEP])
-    assert second.out.token_s[:2] == pytest.approx([PREFILL, begun + 2 * STEP])
-    assert first.out.share_s + second.out.share_s == pytest.approx(device.now)
+    assert first.token_s[:3] == pytest.approx([PREFILL, begun + STEP, begun + 3 * STEP])
+    assert second.token_s[:2] == pytest.approx([PREFILL, begun + 2 * STEP])
+    assert first.share_s + second.share_s == pytest.approx(device.now)

@@ -18,6 +18,7 @@ from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache, RoomError, UnsupportedError
 from harness.engine.engine import Engine
 from harness.engine.footprint import footprint
+from harness.engine.hf import routed
 from harness.engine.loop import PaddedCache
 from harness.models.random import Random
 from methods.abilities import ability
@@ -56,14 +57,16 @@ def conversation(model: PreTrainedModel, cache: Any, **more: Any) -> list[list[l
     return answers
 
 
-def by_engine(kv: Attachment) -> list[list[list[int]]]:
-    """The same from our engine, which says its phases. The last token of an answer has not been fed: it comes first."""
+def by_engine(kv: Attachment, first: int = 0, skipped: int = 0) -> list[list[list[int]]]:
+    """The same from our engine, which says its phases. The last token of an answer has not been fed: it comes first.
+
+    `first`: seed of the first turn; `skipped`: tokens at the beginning of each turn."""
     engine, answers = Engine(kv), []
     cache = engine.cache(prompt(CAPACITY), 0)
     pending = torch.empty(1, 0, dtype=torch.long)
     for seed, length in enumerate(TURNS):
         cache.open_turn()
-        ids = torch.cat([pending, prompt(length, seed=seed)], 1)
+        ids = torch.cat([pending, prompt(length, seed=first + seed)[:, skipped:]], 1)
         made = engine.complete(cache, engine.prefill(cache, ids), ids[:, :0], began=0.0, max_new_tokens=NEW)
         pending = torch.tensor(made.tokens)[:, -1:]
         answers.append(made.tokens)
@@ -237,8 +240,9 @@ def test_further_turns_go_on_with_the_cache_that_came_back(padding: int) -> None
             out = model.generate(text, attention_mask=mask, past_key_values=cache, return_dict_in_generate=True)
             text, cache = out.sequences, out.past_key_values
             mask = pad(mask, (0, NEW), value=1)
-            answers.append(text[:1, -NEW:].tolist())
-        assert answers == by_engine(kv)
+            answers.append(text[:, -NEW:].tolist())
+        wanted = zip(by_engine(kv), by_engine(kv, 50, padding), strict=True)
+        assert answers == [one + other for one, other in wanted]
     lengths = [member.num_tokens for member in cache.members]
     assert lengths == ([sum(TURNS) + 3 * NEW - 1 - short for short in (0, 3 * padding)] if padding else [123])
 
@@ -344,7 +348,6 @@ def hidden(*places: int) -> Tensor:
         ({"cache_implementation": "static"}, "StaticCache"),
         ({"cache_implementation": "offloaded"}, "offloaded"),
         ({"num_beams": 2}, "Beam"),
-        ({"prompt_lookup_num_tokens": 2}, "assistant"),
         ({"attention_mask": hidden(70)}, "left"),
         ({"attention_mask": hidden(3, 4)}, "left"),
     ],
@@ -360,20 +363,31 @@ def test_refused_by_a_forward() -> None:
     with attached(tiny("llama"), Full()) as kv:
         model: Any = kv.model
         padded = model(PADDED, attention_mask=MASK).past_key_values
-        wrong: list[dict[str, Any]] = [
-            {"past_key_values": filled},
-            {"attention_mask": torch.ones(1, 1, WIDTH, WIDTH)},
-            {"attention_mask": MASK},
-            {"attention_mask": hidden(0), "past_key_values": kv.cache(capacity=90)},
-            {"past_key_values": padded, "attention_mask": MASK[:1]},
+        empty, full = kv.cache(capacity=90), kv.cache(capacity=WIDTH)
+        model(ROWS[0], past_key_values=full)
+        wrong: list[tuple[str, dict[str, Any]]] = [
+            ("DynamicCache", {"past_key_values": filled}),
+            ("custom", {"attention_mask": torch.ones(1, 1, WIDTH, WIDTH)}),
+            ("mask", {"attention_mask": MASK}),
+            ("mask", {"attention_mask": hidden(0), "past_key_values": empty}),
+            ("3 padded rows", {"past_key_values": padded, "attention_mask": MASK[:1]}),
+            ("num_logits_to_keep", {"num_logits_to_keep": 1}),
+            ("capacity=71", {"past_key_values": full}),
         ]
-        for keywords in wrong:
-            with pytest.raises((UnsupportedError, RoomError)):
+        for says, keywords in wrong:
+            with pytest.raises((UnsupportedError, RoomError), match=says):
                 model(ROWS[0], **keywords)
+        for batch, says in ((1, "batch=1"), (2, "Beam")):
+            with pytest.raises((UnsupportedError, ValueError), match=says):
+                generate(model, ROWS[0], kv.cache(capacity=90, batch=batch), num_beams=2)
+        with pytest.raises(UnsupportedError, match="attached"), routed(model):
+            pass
         with pytest.raises(UnsupportedError, match="part of it"):
             model.model(ROWS[0])
         with pytest.raises(UnsupportedError, match="members"):
             padded.contents()
+    with pytest.raises(UnsupportedError, match="not"):
+        model(ROWS[0], past_key_values=empty)
     with attached(tiny("llama"), Full(), capacity=75) as kv, greedy(kv) as model:
         with pytest.raises(RoomError, match="capacity=75"):
             model.generate(ROWS[0])

@@ -17,7 +17,6 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from harness import Engine, attached
 from harness.engine.batch.running_sequence import Generation
@@ -29,7 +28,7 @@ from tests.harness.engine.test_together import in_a_batch
 from tests.methods.test_contract import NAMES, in_places, small
 from tests.methods.test_no_waiting import ON_GPU, as_on_a_gpu, devices
 from tests.tape import Tape
-from tests.tiny import SHAPE, prompt, tiny
+from tests.tiny import fresh, prompt, tiny
 
 HEADS = [(3, 1, 64), (5, 5, 80), (6, 3, 96), (7, 1, 128), (9, 3, 256)]  # query heads, KV heads, their size
 # PQCache with as many centroids as keys: of tokens that share theirs, backends may choose either
@@ -44,11 +43,8 @@ QUICK = [("snapkv", "device"), *(place for place in PLACES if place[1] == "host"
 def model_on(device: str, heads: tuple[int, int, int] | None = None) -> Any:
     if heads is None:
         return deepcopy(tiny("llama")).to(device)  # type: ignore[arg-type]
-    torch.manual_seed(7)
     of_heads = dict(zip(("num_attention_heads", "num_key_value_heads", "head_dim"), heads, strict=True))
-    shape = SHAPE | of_heads | {"hidden_size": 32 * heads[0], "num_hidden_layers": 2}
-    config = AutoConfig.for_model("llama", **shape, initializer_range=0.15)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().to(device)
+    return fresh("llama", **of_heads, hidden_size=32 * heads[0], num_hidden_layers=2).to(device)  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)

@@ -9,12 +9,12 @@ from inspect import signature
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from harness import Engine, attached
 from harness.engine.cache import UnsupportedError
 from harness.engine.forward import BlockForward, ForwardError, join_weights
-from harness.engine.hf import NAME, layer_specs, routed
+from harness.engine.hf import NAME, layer_specs
 from kernels.rope import rotate
 from methods.full import Full
 from tests.tiny import ARCHITECTURES, BY_BLOCKS, PARTLY, prompt, tiny
@@ -48,38 +48,6 @@ def test_the_model_is_restored_also_after_an_exception() -> None:
     assert not model._forward_pre_hooks
     assert not any(layer.self_attn._forward_pre_hooks for layer in model.model.layers)
     assert generated(model, ids) == before
-
-
-def test_refusals() -> None:
-    model, ids = tiny("llama"), prompt(12)
-    with attached(model, Full()) as kv:
-
-        def forward(**more: object) -> None:
-            model(ids, past_key_values=kv.cache(capacity=20), **more)
-
-        padded = torch.ones_like(ids)
-        padded[0, 0] = 0
-        with pytest.raises(UnsupportedError, match="mask"):
-            forward(attention_mask=padded)
-        with pytest.raises(UnsupportedError, match="custom"):
-            forward(attention_mask=torch.zeros(1, 1, 12, 12))
-        with pytest.raises(UnsupportedError, match="num_logits_to_keep"):
-            forward(num_logits_to_keep=1)
-        with pytest.raises(UnsupportedError, match="DynamicCache"):
-            model.model(ids, past_key_values=DynamicCache())
-        with pytest.raises(UnsupportedError, match="attached"), routed(model):
-            pass
-        filled = kv.cache(capacity=20)
-        model(ids, past_key_values=filled)
-        with pytest.raises(ValueError, match="capacity=20"):
-            model(ids, past_key_values=filled)
-        with pytest.raises(UnsupportedError, match="Beam"):
-            generated(model, ids, past_key_values=kv.cache(capacity=40, batch=2), num_beams=2)
-        with pytest.raises(ValueError, match="batch=1"):
-            generated(model, ids, past_key_values=kv.cache(capacity=40), num_beams=2)
-        cache = kv.cache(capacity=30)
-    with pytest.raises(UnsupportedError, match="not"):
-        model(ids, past_key_values=cache)
 
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *PARTLY])

@@ -26,11 +26,9 @@ from methods.tiers.codec import IntCodec
 from methods.tiers.traffic import Traffic
 from tests.kernels.op_cases import pick, random
 from tests.methods.test_contract import NAMES, small
+from tests.methods.test_no_waiting import devices
 from tests.tiny import prompt, tiny
 
-HERE = torch.cuda.is_available()
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="no CUDA device on this machine")]
-devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 OFFLOADING: dict[str, Method] = {name: small(name) for name in NAMES if small(name).offloads}
 for kivi in ("kivi", "kivi_2bit"):  # its prompts are shorter than 128 tokens
     OFFLOADING[kivi] = replace(OFFLOADING[kivi], group=16, residual=32)  # type: ignore[call-arg]

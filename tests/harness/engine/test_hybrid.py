@@ -6,8 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from harness.engine.attach import Attachment, attached
 from harness.engine.engine import Engine, Generation
@@ -18,17 +17,11 @@ from methods.oracle import Oracle
 from tests.harness.engine.test_generate import conversation
 from tests.harness.engine.test_hf import NEW, generated
 from tests.tape import Tape
-from tests.tiny import HYBRID, SHAPE, WINDOW, prompt, tiny
+from tests.tiny import HYBRID, WINDOW, fresh, prompt, tiny
 
 hybrid = pytest.mark.parametrize("architecture", HYBRID)
 ROW = 2 * 2 * 16 * 4  # bytes of a token in one layer
 SLIDING = {"gemma3_text": 4, "gpt_oss": 2}
-
-
-def other(architecture: str, **more: Any) -> PreTrainedModel:
-    torch.manual_seed(7)
-    config = AutoConfig.for_model(architecture, **SHAPE | more, initializer_range=0.15)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def answer(kv: Attachment, length: int, chunk: int | None = None, graphs: Any = None, new: int = NEW) -> Generation:
@@ -84,7 +77,7 @@ QWEN = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers
 def test_windows_of_models_that_run_by_blocks(
     architecture: str, more: dict[str, Any], chunk: int | None, graphs: bool
 ) -> None:
-    model = other(architecture, **more)
+    model = fresh(architecture, **more)
     for length in (WINDOW - 6, 50):
         with attached(model, Full()) as kv, use_backend("torch"):
             engine = Engine(kv, prefill_chunk=chunk, graphs=Tape() if graphs else None)
@@ -95,7 +88,7 @@ def test_windows_of_models_that_run_by_blocks(
 
 
 def test_where_every_layer_slides_a_method_needs_a_text_within_the_window() -> None:
-    model = other("mistral", sliding_window=WINDOW)
+    model = fresh("mistral", sliding_window=WINDOW)
     with attached(model, Oracle(sinks=0, recent_ratio=0), budget=0.5) as kv:
         assert answer(kv, 20, new=4).measured["attended_prompt"] == 10
         with pytest.raises(ValueError, match="slides over 24"):

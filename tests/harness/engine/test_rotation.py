@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.testing import assert_close
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from harness import Engine, RunningBatch, attached
 from harness.engine.attach import observer
@@ -22,7 +22,7 @@ from kernels.rope import halves, rotate, unrotate
 from methods.full import Full
 from tests.methods.test_contract import Step, small, turn
 from tests.tape import Tape
-from tests.tiny import BORDER, SHAPE, by_length, fresh, prompt, tiny
+from tests.tiny import BORDER, by_length, fresh, prompt, tiny
 
 NEW = 10
 LENGTHS = (40, 60, BORDER - 1, BORDER, BORDER + 1, 100)  # below the border, across it while decoding, and above it
@@ -214,8 +214,7 @@ D = 16  # channels of a head
     ],
 )
 def test_a_model_is_asked_how_it_rotates(architecture: str, pairing: Pairing) -> None:
-    config = AutoConfig.for_model(architecture, **SHAPE) if architecture in ("cohere", "stablelm") else None
-    model = tiny(architecture) if config is None else AutoModelForCausalLM.from_config(config)
+    model = tiny(architecture)
     assert channel_pairing(model) == pairing
     assert {spec.rotary_dim for spec in layer_specs(model)} == {pairing.width}
 
@@ -267,8 +266,7 @@ ORDERS = {  # channels of a model in the order in which whole heads are rotated 
 def twin(architecture: str) -> PreTrainedModel:
     """A Qwen2 that computes what a tiny model does, but rotates whole heads in halves, some of their channels by 0."""
     model: Any = tiny(architecture)
-    config = AutoConfig.for_model("qwen2", **SHAPE, rms_norm_eps=model.config.rms_norm_eps)
-    other: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    other: Any = fresh("qwen2", rms_norm_eps=model.config.rms_norm_eps)
     own = {name: torch.zeros_like(weights) for name, weights in other.state_dict().items() if name.endswith("bias")}
     own |= model.state_dict()
     joined = {

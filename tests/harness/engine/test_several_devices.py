@@ -23,8 +23,7 @@ from harness.jobs.prefill import Usage
 from harness.jobs.resolve import resolve
 from harness.models import devices
 from harness.models.base import ModelError
-from harness.models.hub import HuggingFace, check_places
-from harness.models.random import byte_tokenizer
+from harness.models.hub import check_places
 from kernels.dispatch import use_backend
 from methods.base import Method
 from methods.full import Full
@@ -33,7 +32,7 @@ from tests.fast import MODEL
 from tests.methods.test_contract import in_places, small
 from tests.other_device import CPU, OTHER, move_layers, other_device
 from tests.quick import slow_if
-from tests.tiny import prompt, tiny
+from tests.tiny import prompt, saved, tiny
 
 FIRST = 1  # layer on the second device
 QUICK = ("full", "h2o", "infinigen", "kivi", "lm_infinite", "pqcache", "shadowkv", "streaming")
@@ -114,14 +113,13 @@ def test_accelerates_hooks_bring_each_layer_its_input() -> None:
 
 def test_a_model_that_does_not_fit_into_the_gpus_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    tiny("llama").save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
+    source = replace(saved(tiny("llama"), tmp_path), device_map="auto")
     model: Any = SimpleNamespace(hf_device_map={"model.layers.0": 0, "model.layers.1": "disk", "lm_head": "cpu"})
     with pytest.raises(ModelError, match="would put layers on the cpu and disk"):
         check_places(model, "large")
     with pytest.raises(ModelError, match="device_map=balanced is unknown: set auto"):
-        HuggingFace(str(tmp_path), device_map="balanced")
-    assert HuggingFace(str(tmp_path), device_map="auto").describe().spread
+        replace(source, device_map="balanced")
+    assert source.describe().spread
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from methods.oracle import Oracle
 from tests.methods.test_contract import NAMES, attach, small, walked
 from tests.quick import slow_if
 from tests.tape import Tape
-from tests.tiny import ARCHITECTURES, prompt, tiny
+from tests.tiny import prompt, tiny
 
 NEW = 8
 LENGTHS = (61, 90, 74, 83)  # the second leaves after three tokens, and a fifth joins
@@ -142,14 +142,6 @@ def test_a_question_is_decoded_beside_the_others(name: str) -> None:
         slots = together(engine, context_tokens=55)
         assert_the_same(slots, alone(engine, context_tokens=55))
     assert all(slot.question_s for slot in slots)
-
-
-@pytest.mark.tokens
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_architecture_steps_in_slots(architecture: str) -> None:
-    with attach(small("pqcache"), 0.5, architecture, placement="host") as kv:
-        engine = engine_of(kv)
-        assert_the_same(together(engine), alone(engine))
 
 
 @pytest.mark.tokens

@@ -26,6 +26,7 @@ from harness.models.random import SHAPES, Random, byte_tokenizer
 from harness.models.snapshots import fingerprint
 from tests.quick import mostly_slow
 from tests.tiny import ARCHITECTURES, PARTLY, prompt, tiny
+from tests.tiny import saved as saved_in
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 needs_wheel = pytest.mark.skipif(not embedded.installed(), reason=f"needs the wheel {embedded.WHEEL}")
@@ -50,10 +51,7 @@ def saved(tmp_path: Path) -> Callable[[str], Path]:
     """A tiny model of the named architecture in the hub's layout."""
 
     def save(architecture: str = "llama") -> Path:
-        folder = tmp_path / architecture
-        tiny(architecture).save_pretrained(folder)
-        byte_tokenizer().save_pretrained(folder)
-        return folder
+        return Path(saved_in(tiny(architecture), tmp_path / architecture).name)
 
     return save
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from harness import Engine, attached
 from harness.commands.report import main
@@ -24,7 +24,7 @@ from harness.models.random import byte_tokenizer
 from methods.full import Full
 from methods.quest import Quest
 from tests.harness.conftest import Cli
-from tests.tiny import ARCHITECTURES, FURTHER, SHAPE, prompt, tiny
+from tests.tiny import SHAPE, fresh, prompt, saved, tiny
 
 needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="transformers asks for accelerate")
 Tensors = dict[str, Tensor]
@@ -84,21 +84,13 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[str, Tensor], tuple[Tensor
 def checkpoint(folder: Path, scheme: str) -> tuple[HuggingFace, Tensors]:
     """A tiny quantised checkpoint, and the values that its weights stand for."""
     architecture, settings, quantise = CASES[scheme]
-    shape = (
-        SHAPE
-        | (ARCHITECTURES | FURTHER)[architecture]
-        | {"vocab_size": len(byte_tokenizer()), "moe_intermediate_size": 64}
-    )
-    config = AutoConfig.for_model(architecture, **shape, initializer_range=0.15)
-    torch.manual_seed(5)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
+    source = saved(fresh(architecture, vocab_size=len(byte_tokenizer()), moe_intermediate_size=64), folder)
     stored, values = {}, {}
     for name, weight in load_file(folder / "model.safetensors").items():
         tensors, values[name] = quantise(name, weight) or ({name: weight}, weight)
         stored |= tensors
     write(folder, stored, settings)
-    return HuggingFace(str(folder)), values
+    return source, values
 
 
 def write(folder: Path, tensors: Tensors, settings: dict[str, Any]) -> None:
@@ -222,15 +214,11 @@ def test_weights_that_bitsandbytes_has_packed_stay_packed(
 ) -> None:
     pytest.importorskip("bitsandbytes")
     checkpoint(tmp_path / "plain", "fp8")
-    wide = SHAPE | {"intermediate_size": 192}  # its kernels for CPUs want whole blocks of 64
-    config = AutoConfig.for_model("llama", **wide, initializer_range=0.15)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "plain")
+    fresh("llama", intermediate_size=192).save_pretrained(tmp_path / "plain")  # in whole blocks of 64, for its kernels
     options = BitsAndBytesConfig(**settings, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     place = {"device_map": {"": "cpu"}, "dtype": torch.float32}
     packed = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=options, **place)
-    packed.save_pretrained(tmp_path / "packed")
-    byte_tokenizer().save_pretrained(tmp_path / "packed")
-    source = HuggingFace(str(tmp_path / "packed"))
+    source = saved(packed, tmp_path / "packed")
     info, model = source.describe(), source.load(dtype, "cpu").model
     assert info.quantised is not None
     assert info.quantised.held(dtype) == f"bitsandbytes {kind}"

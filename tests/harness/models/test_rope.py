@@ -15,13 +15,13 @@ from harness import Engine, attached
 from harness.commands import report
 from harness.models.base import ModelError
 from harness.models.embedded import SmolLM2
-from harness.models.random import byte_tokenizer
 from methods.full import Full
 from tests.harness.engine.test_hf import generated
 from tests.harness.models.test_models import edit, local, needs_wheel
 from tests.harness.test_wrong_input import Cli
 from tests.tape import Tape
 from tests.tiny import fresh, prompt
+from tests.tiny import saved as saved_in
 
 LENGTH = 64  # tokens for which the models here were trained
 PAIRS = 8
@@ -47,10 +47,8 @@ Saved = Callable[..., Path]
 @pytest.fixture
 def saved(tmp_path: Path) -> Saved:
     def save(architecture: str = "llama", **config: Any) -> Path:
-        folder = tmp_path / architecture
-        fresh(architecture, max_position_embeddings=LENGTH, **config).save_pretrained(folder)
-        byte_tokenizer().save_pretrained(folder)
-        return folder
+        model = fresh(architecture, max_position_embeddings=LENGTH, **config)
+        return Path(saved_in(model, tmp_path / architecture).name)
 
     return save
 

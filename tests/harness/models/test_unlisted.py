@@ -23,7 +23,6 @@ from harness.models.base import ModelError, sliding_windows
 from harness.models.hub import HuggingFace
 from harness.models.probe import NAME as PROBE
 from harness.models.probe import ProbeError, on_meta, probe
-from harness.models.random import byte_tokenizer
 from harness.reports.compare import comparisons
 from harness.reports.conditions import conditions
 from methods.base import Method
@@ -36,6 +35,7 @@ from methods.snapkv import SnapKV
 from methods.streaming import Streaming
 from tests.fast import niah
 from tests.tiny import SHAPE, fresh, prompt, tiny
+from tests.tiny import saved as saved_in
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 SLIDES = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
@@ -57,9 +57,7 @@ UNLISTED: dict[str, dict[str, Any]] = {
 
 
 def model_of(kind: str, **changes: Any) -> PreTrainedModel:
-    config = AutoConfig.for_model(kind, **SHAPE | UNLISTED[kind] | changes, initializer_range=0.15)
-    torch.manual_seed(7)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return fresh(kind, **UNLISTED[kind] | changes)
 
 
 def answered(model: PreTrainedModel, ids: torch.Tensor, method: Method, chunk: int | None = None) -> list[int]:
@@ -107,37 +105,27 @@ LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope
 @pytest.mark.parametrize("kind", ["deepseek_v3", "minicpm3", "longcat_flash"])
 def test_latent_attention_is_refused_by_name(kind: str) -> None:
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-    config = AutoConfig.for_model(kind, **SHAPE | {"num_key_value_heads": 8} | LATENT | experts)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = fresh(kind, num_key_value_heads=8, **LATENT, **experts)
     reason = rf"has latent attention \(MLA, model type {kind}\), which is not supported"
-    with pytest.raises(UnsupportedError, match=reason), attached(model, Full()):
-        pass
+    with pytest.raises(UnsupportedError, match=reason):
+        layer_specs(model)
 
 
 def test_a_model_of_ones_own_is_refused_by_what_it_does_and_never_runs_by_blocks() -> None:
-    capped = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma2", **SHAPE, head_dim=16)).eval()
-    with pytest.raises(UnsupportedError, match="Gemma2ForCausalLM caps its attention logits"), attached(capped, Full()):
-        pass
-    capped = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_neox", num_hidden_layers=1, vocab_size=9))
-    with pytest.raises(UnsupportedError, match="GPTNeoXForCausalLM is not built of"), attached(capped, Full()):
-        pass
-    both_ways = (("llama", {"is_causal": False}), ("gemma3_text", {"use_bidirectional_attention": True}))
-    for kind, change in both_ways:  # listed classes, which are not tried otherwise
-        with (
-            pytest.raises(UnsupportedError, match="attends to later tokens too"),
-            attached(fresh(kind, **change), Full()),
-        ):
-            pass
-    fewer = AutoConfig.for_model("laguna", **SHAPE | EXPERTS, head_dim=16, num_attention_heads_per_layer=[4] * 3)
-    with pytest.raises(UnsupportedError, match="has 4 query heads in each layer, and its config says 8"):
-        layer_specs(AutoModelForCausalLM.from_config(fewer).eval())
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 4.0}
     rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "short_mscale": 1.2, "long_mscale": 1.3}
-    stretched = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("phimoe", **SHAPE | EXPERTS, rope_parameters=rope)
+    fewer = {"head_dim": 16, "num_attention_heads_per_layer": [4] * 3}
+    cases: tuple[tuple[str, dict[str, Any], str], ...] = (
+        ("gemma2", {"head_dim": 16}, "Gemma2ForCausalLM caps its attention logits"),
+        ("gpt_neox", {}, "GPTNeoXForCausalLM is not built of"),
+        ("llama", {"is_causal": False}, "attends to later tokens too"),  # listed classes, which are not tried otherwise
+        ("gemma3_text", {"use_bidirectional_attention": True}, "attends to later tokens too"),
+        ("laguna", EXPERTS | fewer, "has 4 query heads in each layer, and its config says 8"),
+        ("phimoe", EXPERTS | {"rope_parameters": rope}, "PhimoeForCausalLM rotates a token by the length"),
     )
-    with pytest.raises(UnsupportedError, match="PhimoeForCausalLM rotates a token by the length"):
-        layer_specs(stretched)
+    for kind, changes, why in cases:
+        with pytest.raises(UnsupportedError, match=why):
+            layer_specs(fresh(kind, **changes))
 
     class LlamaForCausalLM(transformers.LlamaForCausalLM):  # by the same name
         pass
@@ -160,10 +148,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Saved:
     monkeypatch.setattr(model_check, "_known", {})
 
     def save(kind: str, **changes: Any) -> Path:
-        folder = tmp_path / kind
-        model_of(kind, vocab_size=259, **changes).save_pretrained(folder)
-        byte_tokenizer().save_pretrained(folder)
-        return folder
+        return Path(saved_in(model_of(kind, vocab_size=259, **changes), tmp_path / kind).name)
 
     return save
 

@@ -13,8 +13,6 @@ import torch
 from harness.cachedattention.serving.figures import Answer
 from harness.cachedattention.serving.loop import Clock, ServingLoop
 from harness.cachedattention.serving.plan import Session
-from harness.cachedattention.store.fingerprint import Fingerprint
-from harness.cachedattention.store.history_store import HistoryStore
 from harness.cachedattention.turns.caches import CachesBetweenTurns, DevicePrefix, ResumedCache
 from harness.cachedattention.turns.stored import StoredCaches
 from harness.engine.attach import Attachment, attached
@@ -23,6 +21,7 @@ from harness.engine.engine import NotFiniteError
 from methods.base import Method
 from methods.full import Full
 from methods.snapkv import SnapKV
+from tests.harness.cachedattention.turns.test_caches import stored
 from tests.talks import session
 from tests.timed import Time, Timed, ending
 from tests.tiny import fresh, tiny
@@ -39,9 +38,7 @@ def device_prefix(kv: Attachment) -> CachesBetweenTurns:
 
 
 def store(kv: Attachment) -> CachesBetweenTurns:
-    who = Fingerprint(model="tiny", weights="7", tokenizer="ids", rotary="default", dtype="fp32")
-    opened = HistoryStore(who, host=10**7, block_tokens=8)
-    return StoredCaches(lambda capacity: kv.start(KVCache, capacity=capacity), kv, opened)
+    return stored(kv, host=10**7)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from methods.tiers.codecs import codec_of
 from methods.tiers.rows import Place
 from tests.histories import full_disk
 from tests.methods.test_contract import attach, small, walked
+from tests.methods.test_no_waiting import devices
 from tests.tiny import prompt, tiny
 
 PRINT = Fingerprint(model="tiny", weights="7", tokenizer="ids", rotary="default", dtype="fp32")
@@ -296,11 +297,6 @@ def test_under_overflow_a_loss_changes_fulls_answers_too(sinks: int, lost: str |
 
 
 # Rows leave the device while the turn decodes and while the next job runs; nothing but the time is another.
-
-
-HERE = torch.cuda.is_available()
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not HERE, reason="no CUDA device on this machine")]
-devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 
 
 LAST = 5  # copies of a layer, from 0: of the first turn's prompt, then of the others' rows

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from harness.cachedattention.turns.caches import CachesBetweenTurns, DevicePrefix
 from harness.cachedattention.turns.conversation import Conversation
@@ -23,33 +23,20 @@ from harness.engine.hf import channel_pairing, layer_specs
 from kernels.rope import rotate
 from methods.full import Full
 from tests.harness.cachedattention.turns.test_caches import TIERS, stored
-from tests.tiny import ARCHITECTURES, PARTLY, SHAPE, by_length, fresh, prompt, tiny
+from tests.tiny import ARCHITECTURES, BORDER, PARTLY, by_length, fresh, prompt, tiny
 
 TOKENS, FAR = 20, 700  # fewer than a sliding window; positions far from the first ones
-ORIGINAL = 64
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 YARN = {
     "rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "attention_factor": 1.4,
-    "original_max_position_embeddings": ORIGINAL,
+    "original_max_position_embeddings": BORDER,
 }  # fmt: skip
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "rope_theta": 10000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": ORIGINAL,
-}  # fmt: skip
-DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + i / 9 for i in range(8)],
-    "long_factor": [2.0 + i for i in range(8)], "factor": 4.0, "original_max_position_embeddings": ORIGINAL,
+    "original_max_position_embeddings": BORDER,
 }  # fmt: skip
 SCALED = {"linear": LINEAR, "yarn": YARN, "llama3": LLAMA3}
-BY_REACH = {"dynamic": DYNAMIC, "longrope": LONGROPE}
-
-
-def scaled(rope: dict[str, Any], architecture: str = "llama", **more: Any) -> PreTrainedModel:
-    torch.manual_seed(7)
-    own = ARCHITECTURES[architecture] | {"rope_parameters": rope} | more
-    config = AutoConfig.for_model(architecture, **SHAPE | own, initializer_range=0.15)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+BY_REACH = ("dynamic", "longrope")
 
 
 def keys_at(model: PreTrainedModel, positions: Tensor) -> list[Tensor]:
@@ -64,7 +51,9 @@ def rotations(model: PreTrainedModel) -> list[Rotation]:
 
 
 MODELS = [*(pytest.param(lambda a=a: tiny(a), id=a) for a in (*ARCHITECTURES, *PARTLY, "smollm3"))]
-MODELS += [pytest.param(lambda rope=rope: scaled(rope), id=name) for name, rope in SCALED.items()]
+MODELS += [
+    pytest.param(lambda rope=rope: fresh("llama", rope_parameters=rope), id=name) for name, rope in SCALED.items()
+]
 MODELS += [pytest.param(lambda: fresh("glm", rope_parameters=YARN | {"partial_rotary_factor": 0.5}), id="glm-yarn")]
 
 
@@ -82,8 +71,8 @@ def test_moved_keys_are_the_models_at_their_new_positions(make: Any) -> None:
 @pytest.mark.parametrize("name", BY_REACH)
 def test_angles_that_depend_on_the_text_follow_its_reach(name: str) -> None:
     """Keys of a short forward become those of a long one, whatever the module was asked meanwhile."""
-    model = scaled(BY_REACH[name], max_position_embeddings=ORIGINAL if name == "dynamic" else 4 * ORIGINAL)
-    [rotation, *_], reach = rotations(model), 3 * ORIGINAL
+    model = by_length("llama", name)
+    [rotation, *_], reach = rotations(model), 3 * BORDER
     here, there = torch.arange(TOKENS), torch.arange(reach - TOKENS, reach)
     short, long = keys_at(model, here)[0], keys_at(model, there)[0]
     off = rotation.off(short, here)
@@ -95,15 +84,15 @@ def test_angles_that_depend_on_the_text_follow_its_reach(name: str) -> None:
 
 @pytest.mark.parametrize("name", BY_REACH)
 def test_texts_that_outgrow_their_angles_are_refused(name: str) -> None:
-    model = scaled(BY_REACH[name], max_position_embeddings=ORIGINAL if name == "dynamic" else 4 * ORIGINAL)
+    model = by_length("llama", name)
     [rotation, *_] = rotations(model)
-    rotation.check(ORIGINAL)
+    rotation.check(BORDER)
     with pytest.raises(RotationError):
-        rotation.check(ORIGINAL + 1)
+        rotation.check(BORDER + 1)
     with pytest.raises(RotationError):
-        rotation.check(3 * ORIGINAL)
+        rotation.check(3 * BORDER)
     for rope in SCALED.values():
-        rotations(scaled(rope))[0].check(100_000)
+        rotations(fresh("llama", rope_parameters=rope))[0].check(100_000)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
