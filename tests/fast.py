@@ -9,6 +9,7 @@ from evals.base import Task
 from evals.niah import Niah
 from harness.config.settings import Results, Settings
 from harness.jobs.evaluate import evaluate
+from harness.models.base import ModelSource
 from harness.models.random import Random
 from harness.results.run_folder import StoredRun
 from methods.base import Method
@@ -23,10 +24,18 @@ MODEL_ARGS = ["model=random", "model.shape=tiny", "model.layers=2", "model.token
 TASK_ARGS = ["task.lengths=[400]", "task.depths=4", "task.max_new_tokens=6"]
 
 
-def run(root: Path, method: Method, task: Task, **changes: Any) -> StoredRun:
-    """Below `root`, with neither Full nor a warm-up unless they are asked for."""
-    settings = Settings(results=Results(root=str(root)), baseline="off", warmup=0)
-    return evaluate(method, task, MODEL, settings, **changes)
+def settings(root: Path, **changes: Any) -> Settings:
+    """Of a run below `root`, with neither Full nor a warm-up unless they are asked for."""
+    return Settings(**{"results": Results(root=str(root)), "baseline": "off", "warmup": 0} | changes)
+
+
+def run(root: Path, method: Method, task: Task, model: ModelSource = MODEL, **changes: Any) -> StoredRun:
+    return evaluate(method, task, model, settings(root, **changes))
+
+
+def tokens(made: StoredRun) -> dict[str, list[int]]:
+    """Of each example, by its id."""
+    return {record.id: record.tokens for record in made.records}
 
 
 def niah(**changes: Any) -> Niah:

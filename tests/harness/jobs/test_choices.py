@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from evals.base import Example, Score, Task, TaskEnv, read_choices
-from harness import Engine, attached, evaluate
-from harness.config.settings import Results, Settings
+from harness import Engine, attached
 from harness.jobs.job import Job
 from harness.prompts.prompt import ExampleError
 from methods.base import Method
 from methods.full import Full
 from methods.h2o import H2O
-from tests.fast import MODEL, PQ, STREAMING, run
+from tests.fast import MODEL, PQ, STREAMING, run, settings
 
 FACTS = "The cup is red and the door is blue, as everybody in the house knows very well. " * 4
 CHOICES = (" red", " bluer than the sea", " no", " red")
@@ -83,11 +82,6 @@ def test_each_choice_costs_what_it_costs_alone(
         assert record["attended_prompt"] is not None
 
 
-def settings(folder: Path, **changes: Any) -> Settings:
-    usual: dict[str, Any] = {"baseline": "off", "warmup": 0}
-    return Settings(results=Results(root=str(folder)), **usual | changes)
-
-
 def outputs(stored: Any) -> dict[str, list[float]]:
     return {
         record.id: [choice.log_likelihood for choice in read_choices(record.output)]
@@ -102,9 +96,9 @@ def outputs(stored: Any) -> dict[str, list[float]]:
 )
 def test_however_it_is_run(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Under protocol=context the question is read behind the seal of what it is about, so that costs differ."""
-    stored = evaluate(PQ, Colours(), MODEL, settings(tmp_path / "a", budget=0.3, **changes))
+    stored = run(tmp_path / "a", PQ, Colours(), budget=0.3, **changes)
     beside = {key: value for key, value in changes.items() if key == "protocol"}
-    alone = evaluate(PQ, Colours(), MODEL, settings(tmp_path / "b", budget=0.3, **beside))
+    alone = run(tmp_path / "b", PQ, Colours(), budget=0.3, **beside)
     for name, costs in outputs(stored).items():
         assert costs == pytest.approx(outputs(alone)[name], abs=1e-3)
 

@@ -13,14 +13,15 @@ from weakref import ref
 import pytest
 import torch
 
-from evals.base import Example, Score
+from evals.base import Example, Score, Task
 from evals.niah import Niah
 from harness.config.errors import breaks_device, is_memory, one_sentence
-from harness.config.settings import GenerationSettings, Results, Settings
+from harness.config.settings import GenerationSettings
 from harness.engine.attach import attached
 from harness.engine.batch.running_sequence import Generation
+from harness.engine.cache import KVCache
 from harness.engine.engine import Engine, NotFiniteError
-from harness.jobs.evaluate import evaluate, evaluate_together
+from harness.jobs.evaluate import evaluate_together
 from harness.jobs.job import Job
 from harness.jobs.questions import ContextSession
 from harness.models.hub import HuggingFace
@@ -28,9 +29,10 @@ from harness.results.run_folder import StoredRun, load
 from methods.base import CacheState, KVLayer, LayerSpec, Method
 from methods.full import Full
 from methods.streaming import Streaming
-from tests.fast import MODEL, niah
+from tests import fast
+from tests.fast import MODEL, niah, settings, tokens
 from tests.harness.jobs.test_questions import Balances, Retold
-from tests.tiny import prompt, tiny
+from tests.tiny import prompt, saved, tiny
 
 Damage = Callable[..., HuggingFace]
 both = pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
@@ -62,12 +64,8 @@ def _in_a_good_mood(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Moody, name, value)
 
 
-def settings(root: Path, **changes: Any) -> Settings:
-    return Settings(**{"results": Results(root=str(root)), "baseline": "off", "warmup": 0} | changes)
-
-
-def run(root: Path, method: Method | None = None, **changes: Any) -> StoredRun:
-    return evaluate(method or Moody(), niah(), MODEL, settings(root, **changes))
+def run(root: Path, method: Method | None = None, task: Task | None = None, **changes: Any) -> StoredRun:
+    return fast.run(root, method or Moody(), task or niah(), **changes)
 
 
 def names(made: StoredRun) -> tuple[list[str], list[str]]:
@@ -79,29 +77,33 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "examples.jsonl").read_text().splitlines()]
 
 
+OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
+
+
 @both
-@pytest.mark.parametrize("phase", ["start", "decode", "seal"])
+@pytest.mark.parametrize(
+    ("phase", "error"),
+    [*((phase, ValueError) for phase in ("start", "decode", "seal")), *(("decode", error) for error in OUT_OF_MEMORY)],
+)
 def test_one_example_that_fails_does_not_end_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, shared: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, error: type[Exception], shared: bool
 ) -> None:
     whole = run(tmp_path / "whole", Streaming(), shared_prefill=shared)
     ids = [record.id for record in whole.records]
     monkeypatch.setattr(Moody, "at", {1: phase})
+    monkeypatch.setattr(Moody, "error", error)
     finished = run(tmp_path, shared_prefill=shared)
     assert names(finished) == (sorted([ids[0], *ids[2:]]), [ids[1]])
-    assert finished.failed[0].why.startswith("ValueError: not today (")  # and the line of the method's own
+    why = "Out of memory" if error in OUT_OF_MEMORY else "not today ("  # and the line of the method's own
+    assert finished.failed[0].why.startswith(f"{error.__name__}: {why}")
     assert [line["id"] for line in lines(finished.folder) if "error" in line] == [ids[1]]
     assert (finished.status, finished.summary["num_examples"], finished.summary["num_failed"]) == ("complete", 3, 1)
-    assert {one.id: one.tokens for one in finished.records} == {
-        one.id: one.tokens for one in whole.records if one.id != ids[1]
-    }
+    assert tokens(finished) == {name: made for name, made in tokens(whole).items() if name != ids[1]}
     again = run(tmp_path, shared_prefill=shared)  # in a good mood since
     assert again.folder == finished.folder
     assert names(again) == (sorted(ids), [])
     assert len(Moody.made) == 5
-    assert [one.tokens for one in sorted(again.records, key=lambda one: ids.index(one.id))] == [
-        one.tokens for one in whole.records
-    ]
+    assert tokens(again) == tokens(whole)
 
 
 def test_pairs_with_full_leave_out_what_failed_on_either_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,13 +116,13 @@ def test_pairs_with_full_leave_out_what_failed_on_either_side(tmp_path: Path, mo
     others = [record.score for record in full.records if record.id != ids[1]]
     assert finished.summary["full"]["mean"] == sum(others) / len(others)
     monkeypatch.setattr(Moody, "at", {})
-    reused = evaluate(Streaming(sinks=5), niah(), MODEL, settings(tmp_path, baseline="reuse"))
+    reused = run(tmp_path, Streaming(sinks=5), baseline="reuse")
     assert reused.full_folder == full.folder
     # now Full lacks one that the method has
     kept = [line for line in (full.folder / "examples.jsonl").read_text().splitlines() if ids[2] not in line]
     wrong = {"id": ids[2], "group": "g", "prompt_sha256": "", "prompt_tokens": 1, "error": "ValueError: not today"}
     (full.folder / "examples.jsonl").write_text("\n".join([*kept, json.dumps(wrong)]) + "\n")
-    run_again = evaluate(Streaming(sinks=5), niah(), MODEL, settings(tmp_path, baseline="reuse"))
+    run_again = run(tmp_path, Streaming(sinks=5), baseline="reuse")
     assert run_again.full_folder == full.folder
     assert any("compared with Full on 3 of 4 examples" in warning for warning in run_again.summary["warnings"])
 
@@ -131,23 +133,21 @@ def test_of_a_batch_the_one_that_fails_is_named_and_the_others_run_on(
 ) -> None:
     """A step of several that fails does not say whose fault it was: each is asked again by itself."""
     task = niah(lengths=[400, 440, 480], depths=2)
-    whole = evaluate(Streaming(), task, MODEL, settings(tmp_path / "whole", batch=3))
+    whole = run(tmp_path / "whole", Streaming(), task, batch=3)
     middle = {record.id for record in whole.records if 440 <= record.prompt_tokens < 480}
-    begin = Streaming.start
+    really = KVCache.seal if phase == "seal" else Engine.decode
 
-    def fails(self: Any, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
-        layers = begin(self, specs, cache)
-        if 440 <= cache.request.capacity - 6 < 480:
-            setattr(layers[-1], phase, self._fail)
-        return layers
+    def fails(*given: Any) -> Any:
+        caches = [cache for one in given for cache in getattr(one, "members", [one]) if isinstance(cache, KVCache)]
+        if any(440 <= cache.capacity - 6 < 480 for cache in caches):
+            raise ValueError("not today")
+        return really(*given)
 
-    monkeypatch.setattr(Moody, "start", fails)
-    finished = evaluate(Moody(), task, MODEL, settings(tmp_path, batch=3))
+    monkeypatch.setattr(KVCache if phase == "seal" else Engine, phase, fails)
+    finished = run(tmp_path, Streaming(), task, batch=3, likelihood="off")  # which is measured alone, behind the seal
     assert {failed.id for failed in finished.failed} == middle
     assert len(middle) == 2
-    assert {record.id: record.tokens for record in finished.records} == {
-        record.id: record.tokens for record in whole.records if record.id not in middle
-    }
+    assert tokens(finished) == {name: made for name, made in tokens(whole).items() if name not in middle}
 
 
 @both
@@ -157,12 +157,12 @@ def test_a_run_whose_examples_all_fail_ends_with_their_error(
     monkeypatch.setattr(Moody, "at", {0: "decode", 1: "start"})
     task = niah(depths=2)
     with pytest.raises(ValueError, match="not today"):
-        evaluate(Moody(), task, MODEL, settings(tmp_path, shared_prefill=shared))
+        run(tmp_path, Moody(), task, shared_prefill=shared)
     (folder,) = tmp_path.iterdir()
     stored = load(folder)
     assert (stored.status, stored.info["error"], len(stored.failed)) == ("failed", "ValueError: not today", 2)
     assert (folder / "error.txt").is_file()
-    assert len(evaluate(Moody(), task, MODEL, settings(tmp_path, shared_prefill=shared)).records) == 2
+    assert len(run(tmp_path, Moody(), task, shared_prefill=shared).records) == 2
     assert not (folder / "error.txt").exists()
 
 
@@ -171,14 +171,14 @@ def test_a_run_in_which_nothing_succeeds_ends_after_three_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
     monkeypatch.setattr(Moody, "at", dict.fromkeys(range(3 * batch), "start"))
-    task, wanted = niah(depths=9), settings(tmp_path, batch=batch)
+    task = niah(depths=9)
     with pytest.raises(ValueError, match="not today"):
-        evaluate(Moody(), task, MODEL, wanted)
+        run(tmp_path, Moody(), task, batch=batch)
     (folder,) = tmp_path.iterdir()
     stored = load(folder)
     assert (stored.status, len(stored.records), len(stored.failed)) == ("failed", 0, 3 * batch)
     monkeypatch.setattr(Moody, "at", dict.fromkeys(range(len(Moody.made) + 9 - 3 * batch, 99), "start"))
-    again = evaluate(Moody(), task, MODEL, wanted)  # which tries last what failed, so that the others get their turn
+    again = run(tmp_path, Moody(), task, batch=batch)  # which tries last what failed, so that the others get their turn
     assert (again.status, len(again.records)) == ("complete", 9 - 3 * batch)
     assert {failed.id for failed in again.failed} == {failed.id for failed in stored.failed}
 
@@ -188,7 +188,7 @@ def test_however_many_fail_in_a_row_the_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shared: bool
 ) -> None:
     monkeypatch.setattr(Moody, "at", dict.fromkeys(range(1, 6), "decode"))
-    finished = evaluate(Moody(), niah(depths=7), MODEL, settings(tmp_path, shared_prefill=shared))
+    finished = run(tmp_path, Moody(), niah(depths=7), shared_prefill=shared)
     assert (finished.status, len(finished.records), len(finished.failed)) == ("complete", 2, 5)
     assert "complete with 5 failed; the same command tries them again" in capsys.readouterr().err
 
@@ -199,7 +199,7 @@ def test_of_several_questions_on_a_context_one_may_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int, questions: str
 ) -> None:
     changes = {"protocol": "context", "questions": questions, "batch": batch}
-    whole = evaluate(Streaming(), Balances(), MODEL, settings(tmp_path / "whole", **changes))
+    whole = run(tmp_path / "whole", Streaming(), Balances(), **changes)
     really, wrong = ContextSession.ended, "1/2"
 
     def ended(self: ContextSession, finished: Generation) -> None:
@@ -209,12 +209,27 @@ def test_of_several_questions_on_a_context_one_may_fail(
 
     with monkeypatch.context() as patch:
         patch.setattr(ContextSession, "ended", ended)
-        finished = evaluate(Streaming(), Balances(), MODEL, settings(tmp_path, **changes))
-    expected = {record.id: record.tokens for record in whole.records}
+        finished = run(tmp_path, Streaming(), Balances(), **changes)
     assert [failed.id for failed in finished.failed] == [wrong]
-    assert {record.id: record.tokens for record in finished.records} | {wrong: expected[wrong]} == expected
-    again = evaluate(Streaming(), Balances(), MODEL, settings(tmp_path, **changes))
-    assert {record.id: record.tokens for record in again.records} == expected
+    assert tokens(finished) == {name: made for name, made in tokens(whole).items() if name != wrong}
+    again = run(tmp_path, Streaming(), Balances(), **changes)
+    assert tokens(again) == tokens(whole)
+
+
+def test_a_step_of_several_that_fails_costs_no_question_on_their_contexts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each context is asked again by itself, with all questions that wait on it."""
+    how = {"protocol": "context", "questions": "shared", "batch": 2, "likelihood": "off"}
+    whole, really = run(tmp_path / "whole", Streaming(), Balances(), **how), Engine.decode
+
+    def fails(engine: Engine, ids: torch.Tensor, *more: Any) -> torch.Tensor:
+        if len(ids) > 1:
+            raise ValueError("two are too many")
+        return really(engine, ids, *more)
+
+    monkeypatch.setattr(Engine, "decode", fails)
+    assert tokens(run(tmp_path, Streaming(), Balances(), **how)) == tokens(whole)
 
 
 @dataclass(frozen=True)
@@ -230,24 +245,12 @@ class Picky(Niah):
 
 
 def test_an_answer_that_cannot_be_scored_fails_its_example(tmp_path: Path) -> None:
-    finished = evaluate(Streaming(), Picky(**vars(niah())), MODEL, settings(tmp_path))
+    finished = run(tmp_path, Streaming(), Picky(**vars(niah())))
     assert [failed.why.partition(":")[0] for failed in finished.failed] == ["RecordError", "KeyError"]
     assert (finished.status, len(finished.records)) == ("complete", 2)
 
 
 # memory and the device
-
-
-@both
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
-def test_an_example_for_which_memory_does_not_suffice_fails_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception], shared: bool
-) -> None:
-    monkeypatch.setattr(Moody, "at", {1: "decode"})
-    monkeypatch.setattr(Moody, "error", error)
-    finished = run(tmp_path, shared_prefill=shared)
-    assert (finished.status, len(finished.records), len(finished.failed)) == ("complete", 3, 1)
-    assert "Out of memory" in finished.failed[0].why
 
 
 @pytest.mark.parametrize(("phase", "shared"), [("start", False), ("seal", False), ("decode", False), ("seal", True)])
@@ -256,7 +259,7 @@ def test_sequences_that_do_not_fit_together_run_one_by_one(
 ) -> None:
     """Memory holds two caches, and one alone of the longest."""
     task = niah(lengths=[400, 440, 480], depths=2)
-    whole = evaluate(Streaming(), task, MODEL, settings(tmp_path / "whole", batch=3))
+    whole = run(tmp_path / "whole", Streaming(), task, batch=3)
     known, ran_out, begin = list[ref[KVLayer]](), list[int](), Streaming.start
 
     def start(self: Any, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
@@ -278,12 +281,10 @@ def test_sequences_that_do_not_fit_together_run_one_by_one(
         return layers
 
     monkeypatch.setattr(Moody, "start", start)
-    finished = evaluate(Moody(), task, MODEL, settings(tmp_path, batch=3, shared_prefill=shared))
+    finished = run(tmp_path, Moody(), task, batch=3, shared_prefill=shared)
     assert ran_out
     assert not finished.failed
-    assert {record.id: record.tokens for record in finished.records} == {
-        record.id: record.tokens for record in whole.records
-    }
+    assert tokens(finished) == tokens(whole)
 
 
 def test_memory_that_ends_while_weights_load_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,20 +344,13 @@ def test_a_conversation_that_fails_in_a_later_turn_leaves_the_others_alone(
 ) -> None:
     for history in ("recompute", "device_prefix"):
         root = tmp_path / history
-        whole = {
-            record.id: record
-            for record in evaluate(Streaming(), Retold(), MODEL, settings(root / "w", history=history)).records
-        }
+        whole = tokens(run(root / "w", Streaming(), Retold(), history=history))
         monkeypatch.setattr(ContextSession, "_turn", failing_once(ContextSession._turn))
-        finished = evaluate(Streaming(), Retold(), MODEL, settings(root, history=history))
+        finished = run(root, Streaming(), Retold(), history=history)
         assert (len(finished.records), len(finished.failed)) == (len(whole) - 1, 1)
-        assert {record.id: record.tokens for record in finished.records} == {
-            record.id: whole[record.id].tokens for record in finished.records
-        }
-        again = evaluate(Streaming(), Retold(), MODEL, settings(root, history=history))
-        assert {record.id: record.tokens for record in again.records} == {
-            name: record.tokens for name, record in whole.items()
-        }
+        assert tokens(finished).items() < whole.items()
+        again = run(root, Streaming(), Retold(), history=history)
+        assert tokens(again) == whole
 
 
 def failing_once(really: Any) -> Any:
@@ -382,9 +376,7 @@ def damaged(tmp_path: Path) -> Damage:
         model = MODEL.build(torch.float32, "cpu")
         with torch.no_grad():
             model.get_parameter(name)[place] = value
-        model.save_pretrained(tmp_path / "damaged")
-        MODEL.tokenizer().save_pretrained(tmp_path / "damaged")
-        return HuggingFace(str(tmp_path / "damaged"))
+        return saved(model, tmp_path / "damaged")
 
     return save
 
@@ -397,7 +389,7 @@ def test_a_nan_in_a_weight_ends_a_run_by_layer_and_weight(
     model = damaged("model.layers.1.mlp.up_proj.weight", float("nan"))
     changes = {"likelihood": likelihood, "generation": GenerationSettings(temperature=temperature)}
     with pytest.raises(NotFiniteError, match=r"layer 1 .*fp32.*mlp\.up_proj\.weight"):
-        evaluate(Full(), niah(), model, settings(tmp_path / "runs", **changes))
+        fast.run(tmp_path / "runs", Full(), niah(), model, **changes)
     (folder,) = (tmp_path / "runs").iterdir()
     assert [len(failed.why) > 50 for failed in load(folder).failed] == [True] * 3
 
@@ -422,11 +414,12 @@ def test_a_step_of_a_method_that_stops_being_finite_is_found_by_its_layer() -> N
         Engine(kv).generate(prompt(40), max_new_tokens=8)
 
 
-def test_jobs_with_one_prefill_fail_alone_in_their_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Moody, "at", {1: "absorb"})
-    wanted = [
-        Job.plan(m, niah(), MODEL, settings(tmp_path, shared_prefill=True)) for m in (Moody(), Streaming(sinks=5))
-    ]
-    mine, other = evaluate_together(wanted)
-    assert (len(mine.records), len(mine.failed)) == (3, 1)
-    assert (len(other.records), len(other.failed)) == (4, 0)
+def test_jobs_with_one_prefill_fail_and_go_on_each_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One lacks the second example then, and one the third: each of these is prefilled for one of them."""
+    monkeypatch.setattr(Moody, "at", {2: "absorb", 5: "absorb"})
+    for failed, prefills in ((1, 8), (0, 10)):
+        methods = Moody(sinks=4), Moody(sinks=5)
+        wanted = [Job.plan(method, niah(), MODEL, settings(tmp_path, shared_prefill=True)) for method in methods]
+        for made in evaluate_together(wanted):
+            assert (len(made.records), len(made.failed)) == (4 - failed, failed)
+        assert len(Moody.made) == prefills

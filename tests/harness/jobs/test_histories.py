@@ -25,6 +25,7 @@ from methods.h2o import H2O
 from methods.pqcache import PQCache
 from methods.snapkv import SnapKV
 from methods.streaming import Streaming
+from tests.fast import tokens
 from tests.harness.jobs.test_questions import Balances, counted, run
 from tests.histories import full_disk
 
@@ -32,24 +33,22 @@ TALKS = Balances(talks=True)
 DISK = StoreSettings(host=0, disk="1GB")
 
 
-def tokens(made: StoredRun) -> dict[str, list[int]]:
-    return {record.id: record.tokens for record in made.records}
-
-
 def talked(folder: Path, method: Method, **changes: Any) -> StoredRun:
     return run(folder, method, TALKS, **{"protocol": "prompt", "baseline": "off", "warmup": 0} | changes)
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize("protocol", ["prompt", "context"])
-def test_full_answers_alike_wherever_its_cache_was(tmp_path: Path, protocol: str) -> None:
-    stayed = talked(tmp_path, Full(), protocol=protocol)
+@pytest.mark.parametrize(("method", "protocol"), [(Full(), "prompt"), (Full(), "context"), (H2O(), "prompt")], ids=str)
+def test_answers_are_alike_wherever_a_history_was(tmp_path: Path, method: Method, protocol: str) -> None:
+    """Full's also where it is computed again; what H2O evicted stays evicted."""
+    stayed = talked(tmp_path, method, protocol=protocol)
     for changes in (
-        {"history": "recompute"},
         {"history": "store", "batch": 2, "store": DISK},
-        {"history": "store", "store": StoreSettings(), "prefill_chunk": 50},
+        {"history": "store", "prefill_chunk": 50},
+        {"history": "store", "shared_prefill": True},
+        *([{"history": "recompute"}] if method == Full() else []),
     ):
-        assert tokens(talked(tmp_path, Full(), protocol=protocol, **changes)) == tokens(stayed)
+        assert tokens(talked(tmp_path, method, protocol=protocol, **changes)) == tokens(stayed)
 
 
 @pytest.mark.tokens
@@ -74,13 +73,6 @@ def test_a_tier_that_holds_no_conversation_is_refused(tmp_path: Path, method: Me
     with pytest.raises(SettingsError, match=rf"store\.{tier}=8 "):
         talked(tmp_path, method, budget=0.5, history="store", store=StoreSettings(**sizes))
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.tokens
-def test_what_was_evicted_stays_evicted(tmp_path: Path) -> None:
-    stayed = talked(tmp_path, H2O())
-    for changes in ({"batch": 2, "store": DISK}, {"shared_prefill": True}):
-        assert tokens(talked(tmp_path, H2O(), history="store", **changes)) == tokens(stayed)
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,10 @@ def seen(made: Generation) -> dict[str, Any]:
     return {"tokens": made.tokens, "fidelity": made.fidelity} | reads | traffic
 
 
+def assert_as_apart(engine: Engine) -> None:
+    assert list(map(seen, together(engine))) == list(map(seen, apart(engine)))
+
+
 @pytest.mark.tokens
 @pytest.mark.parametrize(
     "case", mostly_slow(in_places("device", "host"), *((name, "device") for name in QUICK)), ids="-".join
@@ -75,10 +79,7 @@ def seen(made: Generation) -> dict[str, Any]:
 def test_ten_questions_on_one_context_are_ten_separate_runs(case: tuple[str, str]) -> None:
     name, placement = case
     with attach(small(name), 0.4, placement=placement) as kv:
-        engine = Engine(kv)
-        assert [seen(generation) for generation in together(engine)] == [
-            seen(generation) for generation in apart(engine)
-        ]
+        assert_as_apart(Engine(kv))
 
 
 @pytest.mark.tokens
@@ -86,10 +87,7 @@ def test_ten_questions_on_one_context_are_ten_separate_runs(case: tuple[str, str
 @pytest.mark.parametrize("name", mostly_slow(["full", "quest"], "quest"))
 def test_windows_of_the_models_own_go_back_as_well(name: str, architecture: str) -> None:
     with attach(small(name), 0.4, architecture) as kv:
-        engine = Engine(kv)
-        assert [seen(generation) for generation in together(engine)] == [
-            seen(generation) for generation in apart(engine)
-        ]
+        assert_as_apart(Engine(kv))
 
 
 STATEFUL: dict[str, dict[str, Any]] = {  # methods whose steps leave more behind than tokens, and what makes them
@@ -109,10 +107,7 @@ def test_what_steps_leave_behind_is_taken_back(name: str, reuse_steps: int) -> N
     method: Method = replace(small(name), **STATEFUL[name])  # type: ignore[type-var]
     with attach(method, 0.4, placement="host" if method.offloads else "device") as kv:
         kv.options = replace(kv.options, reuse_steps=reuse_steps if name != "infinigen" else 0)
-        engine = Engine(kv)
-        assert [seen(generation) for generation in together(engine)] == [
-            seen(generation) for generation in apart(engine)
-        ]
+        assert_as_apart(Engine(kv))
 
 
 @pytest.mark.tokens
@@ -240,13 +235,14 @@ def test_a_context_is_the_same_to_its_last_token() -> None:
 
 
 @pytest.mark.tokens
-def test_a_torn_run_pays_for_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run(tmp_path, questions="shared")
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+def test_a_torn_run_pays_for_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
+    whole = run(tmp_path, questions="shared", shared_prefill=shared)
     lines = whole.folder / "examples.jsonl"
     kept = lines.read_text().splitlines(keepends=True)[:5]  # all of the first context, one of the second
     lines.write_text("".join(kept))
     prefills = counted(monkeypatch)
-    again = run(tmp_path, questions="shared")
+    again = run(tmp_path, questions="shared", shared_prefill=shared)
     assert len(prefills) == 1
     assert [(r.id, r.tokens) for r in again.records] == [(r.id, r.tokens) for r in whole.records]
     assert [r["prefilled_by"] for r in again.records[4:]] == [None, None, "1/1", "1/1"]
@@ -260,26 +256,6 @@ def test_where_no_context_has_two_questions_the_run_is_the_plain_one(
     shared = run(tmp_path, task=niah(depths=2), questions="shared")
     assert shared.folder == plain.folder
     assert "questions=shared changes" in capsys.readouterr().err
-
-
-@pytest.mark.tokens
-@pytest.mark.parametrize("protocol", ["prompt", "context"])
-def test_a_conversation_keeps_the_models_own_answers(tmp_path: Path, protocol: str) -> None:
-    """What a turn is fed, as one prompt, gives its answer where everything is read."""
-    finished = run(tmp_path, Full(), Balances(talks=True), protocol=protocol)
-    assert len(finished.records) == 2
-    loaded = load(MODEL, "fp32", "cpu")
-    for record, item in zip(finished.records, prepare(Balances(talks=True), MODEL, Settings()), strict=True):
-        assert record.turns is not None
-        fed: list[int] = []
-        for turn, asked in zip(record.turns, item.turns, strict=True):
-            fed += asked.prompt.ids
-            assert turn.history_tokens + turn.prompt_tokens == len(fed)
-            with attached(loaded.model, Full()) as kv:
-                wanted = Engine(kv).generate(torch.tensor([fed]), max_new_tokens=len(turn.tokens))
-            assert wanted.tokens == [turn.tokens]
-            fed += turn.tokens[: len(turn.tokens) - (turn.stop == "eos")]
-            assert turn.data["asked"] == 0
 
 
 REPLIES = ("It has 74.", "It has 222.", "")
@@ -300,19 +276,27 @@ class Given(Balances):
 
 @pytest.mark.tokens
 @pytest.mark.parametrize("protocol", ["prompt", "context"])
-def test_a_given_reply_takes_the_place_of_the_models_answer(tmp_path: Path, protocol: str) -> None:
-    """What was said in the record, and what the next turn read: the reply, as one prompt with all before it."""
-    finished = run(tmp_path, Full(), Given(), protocol=protocol)
+@pytest.mark.parametrize("task", [Balances(talks=True), Given()], ids=["own", "given"])
+def test_a_turn_reads_the_models_own_answers_or_the_replies_in_their_place(
+    tmp_path: Path, task: Balances, protocol: str
+) -> None:
+    """What a turn is fed, as one prompt, gives its answer where everything is read."""
+    finished = run(tmp_path, Full(), task, protocol=protocol)
+    assert len(finished.records) == 2
     loaded = load(MODEL, "fp32", "cpu")
-    for record, item in zip(finished.records, prepare(Given(), MODEL, Settings()), strict=True):
+    for record, item in zip(finished.records, prepare(task, MODEL, Settings()), strict=True):
         fed: list[int] = []
         for turn, asked, reply in zip(record.turns or (), item.turns, ("", *REPLIES), strict=True):
-            assert asked.prompt.text.startswith(reply)
             fed += asked.prompt.ids
             assert turn.history_tokens + turn.prompt_tokens == len(fed)
             with attached(loaded.model, Full()) as kv:
                 wanted = Engine(kv).generate(torch.tensor([fed]), max_new_tokens=len(turn.tokens))
             assert wanted.tokens == [turn.tokens]
+            assert turn.data["asked"] == 0
+            if isinstance(task, Given):
+                assert asked.prompt.text.startswith(reply)
+            else:
+                fed += turn.tokens[: len(turn.tokens) - (turn.stop == "eos")]
 
 
 @pytest.mark.tokens

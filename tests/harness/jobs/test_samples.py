@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 
@@ -45,10 +46,17 @@ def test_a_sample_has_the_same_tokens_alone_in_a_batch_and_after_a_resume(tmp_pa
     lines.write_text("".join(kept))
     assert answers(run(tmp_path / "batch", PQ, TALKS, generation=DRAWN, batch=4)) == answers(whole)
     assert lines.read_text().startswith("".join(kept))
+    assert answers(run(tmp_path / "seed", PQ, TALKS, generation=DRAWN, seed=1)) != answers(whole)
     for question, records in by_question(whole).items():
         assert sorted(record.id for record in records) == [f"{question}/sample {number}" for number in (1, 2, 3)]
         for drawn in zip(*(record.replies for record in records), strict=True):  # turn by turn
             assert len({tuple(reply.tokens) for reply in drawn}) == 3
+
+
+@pytest.mark.parametrize("limit", [{"top_k": 1}, {"top_p": 1e-6}], ids=str)
+def test_the_likeliest_token_is_drawn_where_no_other_may_be(tmp_path: Path, limit: dict[str, Any]) -> None:
+    drawn = run(tmp_path / "drawn", PQ, TALKS, generation=GenerationSettings(temperature=1.5, **limit))
+    assert answers(drawn) == answers(run(tmp_path / "greedy", PQ, TALKS))
 
 
 def test_the_samples_of_a_question_count_as_one_in_intervals_and_tests(tmp_path: Path) -> None:

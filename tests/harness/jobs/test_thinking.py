@@ -14,7 +14,6 @@ from evals.base import Example, Score, Task, TaskEnv, Turn
 from evals.mathematics import SETS
 from harness.commands import rescore, show
 from harness.config.settings import GenerationSettings, Results, Settings, SettingsError
-from harness.jobs.evaluate import evaluate
 from harness.jobs.examples import itemised
 from harness.jobs.job import Job
 from harness.models.hub import HuggingFace
@@ -26,6 +25,7 @@ from harness.results.run_folder import StoredRun
 from harness.terminal.notices import say_once
 from methods.full import Full
 from methods.snapkv import SnapKV
+from tests import fast
 from tests.scripted import END, FINAL, SAYS, TURN, scripted
 
 KINDS = ("empty block", "open block", "harmony")
@@ -73,8 +73,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HuggingFace]:
 
 
 def run(root: Path, model: HuggingFace, task: Task | None = None, method: Any = None, **changes: Any) -> StoredRun:
-    settings = Settings(results=Results(root=str(root)), baseline="off", warmup=0, device="cpu")
-    return evaluate(method or Full(), task or Key(), model, settings, **changes)
+    return fast.run(root, method or Full(), task or Key(), model, **{"device": "cpu"} | changes)
 
 
 def text_of(model: HuggingFace, tokens: list[int]) -> str:

@@ -24,6 +24,7 @@ from harness.terminal.notices import say_once
 from methods.streaming import Streaming
 from tests.fast import MODEL, niah
 from tests.harness.conftest import Cli
+from tests.tiny import saved
 
 WINDOW = 700
 WORDS = [f"word{number}" for number in range(3000)]
@@ -33,10 +34,7 @@ ASKED = "\nQuestion: Which word came first?\nAnswer:"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> HuggingFace:
     """A tiny model with a token per byte, and a short window."""
-    folder = str(tmp_path_factory.mktemp("model"))
-    MODEL.build(torch.float32, "cpu").save_pretrained(folder)
-    MODEL.tokenizer().save_pretrained(folder)
-    return HuggingFace(folder, window=WINDOW)
+    return replace(saved(MODEL.build(torch.float32, "cpu"), tmp_path_factory.mktemp("model")), window=WINDOW)
 
 
 @pytest.fixture
