@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.reports.compare import Comparison, comparisons
 from harness.results.files import plain, read_json
 from harness.results.records import Record, Reply, made, whole
-from harness.results.run_folder import INFO, Run, write_info
+from harness.results.run_folder import INFO, Run, find, load, write_info
 
 
 def record(name: str = "a", /, **changes: Any) -> Record:
@@ -95,6 +96,12 @@ def write_run(
         run.append(line)
     run.close(status)
     return run.folder
+
+
+def table_of(root: Path) -> Comparison:
+    """The one table of all runs below a folder."""
+    [table] = comparisons([load(folder) for folder in find([root])])
+    return table
 
 
 def rewrite(folder: Path, config: Mapping[str, Any] | None = None, /, **facts: Any) -> None:

@@ -13,7 +13,6 @@ import torch
 from harness.bench import __main__ as bench
 from harness.bench import decode
 from harness.bench.common import methods
-from harness.bench.common.limits import Limits
 from harness.bench.common.synthetic import LayerShape
 from harness.engine.attach import Attachment
 from harness.engine.attach_options import AttachOptions
@@ -25,13 +24,7 @@ from tests.fast import MODEL, PQ
 from tests.tiny import prompt, tiny
 
 ROOT = Path(__file__).parents[3]
-LIMITS: Limits = {"read_gb_s": 10.0, "matmul_gflop_s": {"fp32": 100.0, "bf16": 100.0}}
 SMALL = ["--shape", "tiny", "--layers", "2", "--budget", "100", "--dtype", "fp32", "--rounds", "2", "--new", "4"]
-
-
-@pytest.fixture(autouse=True)
-def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.bench.common.limits.measured", lambda device: LIMITS)
 
 
 def ran(folder: Path, *words: str) -> dict[str, Any]:

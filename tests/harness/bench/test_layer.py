@@ -15,7 +15,6 @@ import torch
 from harness.bench import __main__ as bench
 from harness.bench import layer
 from harness.bench.common import methods
-from harness.bench.common.limits import Limits
 from harness.bench.common.operations import bytes_read
 from harness.bench.common.synthetic import LayerShape
 from harness.bench.layer import LayerDecoding
@@ -24,8 +23,8 @@ from kernels import ops
 from kernels.dispatch import watched
 from methods.abilities import ability
 from methods.abilities.bounded_answer import CountedAnswer
+from tests.harness.bench.conftest import LIMITS
 
-LIMITS: Limits = {"read_gb_s": 10.0, "matmul_gflop_s": {"fp32": 100.0, "bf16": 100.0}}
 SHAPE = LayerShape(heads=4, kv_heads=2, head_dim=64, dtype=torch.float32, device=torch.device("cpu"))
 SMALL = ["--heads", "4", "--kv-heads", "2", "--head-dim", "64", "--budget", "128", "--dtype", "fp32", "--rounds", "2"]
 TOKENS, TOKEN_BYTES = 600, 2 * 2 * 64 * 4  # keys and values of 2 heads in fp32
@@ -35,8 +34,7 @@ def options(*more: str) -> argparse.Namespace:
     return layer.parser().parse_args([*SMALL, *more])
 
 
-def test_one_command_writes_table_figures_and_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.bench.common.limits.measured", lambda device: LIMITS)
+def test_one_command_writes_table_figures_and_picture(tmp_path: Path) -> None:
     chosen = ["full", "pqcache", "quest:page_size=8"]
     arguments = ["layer", *SMALL, "--tokens", "300", str(TOKENS), "--methods", *chosen, "--out", str(tmp_path)]
     assert bench.main(arguments) == 0

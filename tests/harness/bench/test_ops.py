@@ -12,15 +12,14 @@ from torch.testing import assert_close
 
 from harness.bench import __main__ as bench
 from harness.bench import ops as bench_ops
-from harness.bench.common.limits import Limits
 from harness.bench.common.synthetic import LayerShape
 from harness.bench.op_cases import Inputs, OpCase, cases
 from harness.bench.rivals import rival
 from kernels import ops
+from tests.harness.bench.conftest import LIMITS
 
 SHAPE = LayerShape(heads=4, kv_heads=2, head_dim=64, dtype=torch.float32, device=torch.device("cpu"))
 INPUTS = Inputs(SHAPE, tokens=600, budget=128, prefill=40)
-LIMITS: Limits = {"read_gb_s": 10.0, "matmul_gflop_s": {"fp32": 100.0, "bf16": 100.0}}
 SMALL = ["--heads", "4", "--kv-heads", "2", "--head-dim", "64", "--tokens", "600", "--budget", "128", "--prefill", "40"]
 
 
@@ -32,8 +31,7 @@ def test_every_operation_has_cases() -> None:
     assert {case.op for case in cases(INPUTS)} == {op.name for op in ops.ALL}
 
 
-def test_one_command_writes_table_figures_and_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.bench.common.limits.measured", lambda device: LIMITS)
+def test_one_command_writes_table_figures_and_picture(tmp_path: Path) -> None:
     chosen = ["--ops", "top_k", "kmeans", "segment_attention"]
     assert bench.main(["ops", *SMALL, *chosen, "--rounds", "2", "--dtype", "fp32", "--out", str(tmp_path)]) == 0
     made = json.loads((tmp_path / "result.json").read_text())
@@ -65,7 +63,6 @@ def test_a_backend_that_fails_is_a_row_with_the_reason_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plain torch's, a rival's, and the inputs of a whole group of operations."""
-    monkeypatch.setattr("harness.bench.common.limits.measured", lambda device: LIMITS)
     monkeypatch.setattr("kernels.windowed.column_sums", out_of_memory)
     monkeypatch.setattr(ops.column_sums, "_loaded", {})
     monkeypatch.setattr("harness.bench.rivals.gathered", out_of_memory)

@@ -41,16 +41,21 @@ def ours(method: str = "full", **more: Any) -> KVHarnessLM:
     return KVHarnessLM(**SHARED, method=method, **more)
 
 
-@cache
-def theirs() -> Any:
-    """lm-eval's own on the same weights."""
+def hf(**keywords: Any) -> Any:
+    """lm-eval's own model."""
     for name in ("accelerate", "peft"):
         pytest.importorskip(name, reason=f"lm-eval's own hf model needs {name}")
     from lm_eval.models.huggingface import HFLM
 
+    return HFLM(**keywords)
+
+
+@cache
+def theirs() -> Any:
+    """On the same weights."""
     loaded = ours().loaded
     loaded.tokenizer.pad_token = loaded.tokenizer.pad_token or loaded.tokenizer.eos_token
-    return HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, max_length=200, batch_size=2)
+    return hf(pretrained=loaded.model, tokenizer=loaded.tokenizer, max_length=200, batch_size=2)
 
 
 def asked(kind: Any, *arguments: tuple[Any, ...]) -> list[Instance]:
@@ -364,9 +369,6 @@ WITH_BOS = {
 def test_bos_stands_where_their_own_model_puts_it(
     processor: Any, config: dict[str, Any], template: str, add: bool | None, tmp_path: Path
 ) -> None:
-    for name in ("accelerate", "peft"):
-        pytest.importorskip(name, reason=f"lm-eval's own hf model needs {name}")
-    from lm_eval.models.huggingface import HFLM
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -380,7 +382,7 @@ def test_bos_stands_where_their_own_model_puts_it(
     for file, changes in (("tokenizer.json", {"post_processor": processor}), ("tokenizer_config.json", config)):
         (tmp_path / file).write_text(json.dumps(json.loads((tmp_path / file).read_text()) | changes))
     keywords = {} if add is None else {"add_bos_token": add}
-    wanted: Any = HFLM(pretrained=str(tmp_path), device="cpu", dtype="float32", **keywords)
+    wanted = hf(pretrained=str(tmp_path), device="cpu", dtype="float32", **keywords)
     lm = KVHarnessLM(**{"model": "hf", "model.name": str(tmp_path)}, method="full", **keywords)
     chat = lm.apply_chat_template([{"role": "user", "content": "Why ?"}])
     assert chat == wanted.apply_chat_template([{"role": "user", "content": "Why ?"}])

@@ -11,6 +11,7 @@ from harness.config.settings import Results, Settings, SettingsError
 from harness.jobs.evaluate import evaluate
 from harness.prompts.facts import unanswered
 from methods.full import Full
+from tests.harness.bridges.test_lm_eval import hf
 from tests.scripted import END, FINAL, TURN, scripted
 
 pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'kv-harness[lm-eval]'")
@@ -35,21 +36,17 @@ def asked(lm: Any, until: list[str], count: int = 40) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_thoughts_are_taken_out_as_by_their_own_model(kind: str, tmp_path: Path) -> None:
-    for name in ("accelerate", "peft"):
-        pytest.importorskip(name, reason=f"lm-eval's own hf model needs {name}")
-    from lm_eval.models.huggingface import HFLM
-
     source, end = scripted(tmp_path / "model", kind), KINDS[kind]
     end_id = source.tokenizer().convert_tokens_to_ids(end)
     ends = [end_id] if kind == "harmony" else [end, end_id]  # `hf` knows no text of a special token
     for given in ends:
         words: dict[str, Any] = {"enable_thinking": True, "think_end_token": given}
-        theirs = HFLM(pretrained=str(tmp_path / "model"), device="cpu", dtype="float32", **words)
+        theirs = hf(pretrained=str(tmp_path / "model"), device="cpu", dtype="float32", **words)
         lm = ours(tmp_path / "model", **words)
         assert lm.apply_chat_template(ASKED) == theirs.apply_chat_template(ASKED)
         assert asked(lm, [" more"]) == asked(theirs, [" more"]) == "The key is 7 stop!"
     without = {"enable_thinking": None}  # the template's own way, where nothing is taken out
-    theirs = HFLM(pretrained=str(tmp_path / "model"), device="cpu", dtype="float32", **without)
+    theirs = hf(pretrained=str(tmp_path / "model"), device="cpu", dtype="float32", **without)
     assert asked(ours(tmp_path / "model", **without), [" more"]) == asked(theirs, [" more"])
 
 

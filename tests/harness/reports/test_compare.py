@@ -25,15 +25,10 @@ from harness.results.records import Record, StoreError
 from harness.results.run_folder import StoredRun, find, load
 from harness.results.summary import summarise
 from harness.terminal.tables import probability
-from tests.fake_records import config, record, records, rewrite, write_run
+from tests.fake_records import config, record, records, rewrite, table_of, write_run
 
 SPARSE = {"attended_prompt": 10.0, "attended_total": 12.0}
 INFO = {"status": "complete", "task": "niah", "task_info": {"chance": 0.0, "metric": "recall"}}
-
-
-def table_of(root: Path) -> Comparison:
-    [table] = comparisons([load(run) for run in find([root])])
-    return table
 
 
 def random_table(rng: np.random.Generator, folder: Path) -> Comparison:
@@ -167,7 +162,7 @@ MANY = {"_target_": "methods.quest.Quest", **{f"a_parameter_with_a_long_name_{n}
 
 def rows(root: Path) -> list[str]:
     """Label and budget of each row, all of one table."""
-    [table] = comparisons([load(folder) for folder in find([root])])
+    table = table_of(root)
     return [entry.title for entry in table.entries]
 
 

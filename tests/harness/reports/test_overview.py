@@ -19,7 +19,6 @@ from harness.commands import report
 from harness.config.catalogue import flatten
 from harness.config.compose import composed
 from harness.reports.columns import overview
-from harness.reports.compare import comparisons
 from harness.reports.document import as_markdown, as_rows, as_text
 from harness.reports.leaderboard import Row, command_of, leaderboard, published_tables
 from harness.reports.overview import WIDTH, lines
@@ -27,8 +26,7 @@ from harness.reports.page import page
 from harness.reports.papers import PUBLISHED
 from harness.results.files import read_csv, unescaped, write_csv
 from harness.results.records import StoreError
-from harness.results.run_folder import load
-from tests.fake_records import record, records, write_run
+from tests.fake_records import record, records, table_of, write_run
 from tests.harness.reports.test_pictures import BROWSER, opened
 
 TOGETHER = "read 32.5 % of the prompt, not 10.0 % (1 of 4 prompts whole): its windows hold 33 tokens"
@@ -41,7 +39,7 @@ class Terminal(io.StringIO):
 
 
 def shown(folder: Path) -> list[str]:
-    [table] = comparisons([load(file.parent) for file in sorted(folder.rglob("run.json"))])
+    table = table_of(folder)
     return lines(table)
 
 
@@ -93,7 +91,7 @@ def test_it_names_thoughts_another_rotation_and_why_all_was_read(tmp_path: Path)
     read = {"attended_prompt": 100.0, "fallback": "all is read"}
     model = {"name": "tiny", "revision": None, "rope": {"rope_type": "yarn", "factor": 4}}
     write_run(tmp_path, records([1.0], thought_tokens=0, **read), "quest", budget=0.1, thinking="20", model=model)
-    [table] = comparisons([load(file.parent) for file in tmp_path.rglob("run.json")])
+    table = table_of(tmp_path)
     assert table.title.endswith("thinking=20 model.rope={rope_type: yarn,factor: 4}")
     text = "\n".join(shown(tmp_path))
     assert "1 prompt of 100 tokens" in text
@@ -119,7 +117,7 @@ def test_a_budget_that_was_not_kept_is_marked_in_every_form(tmp_path: Path) -> N
     for method in ("pqcache", "infllm"):
         write_run(tmp_path, [*records([1.0] * 3, attended_prompt=10.0), whole], method, budget=0.1, facts=facts)
     said |= dict.fromkeys(("pqcache", "infllm"), TOGETHER)
-    [table] = comparisons([load(file.parent) for file in tmp_path.rglob("run.json")])
+    table = table_of(tmp_path)
     assert {entry.summary["method"]: entry.summary["budget"]["not_kept"] for entry in table.entries} == said
     assert as_markdown([table]).count(TOGETHER) == 1
     write_csv(tmp_path / "rows.csv", as_rows([table]))
@@ -146,7 +144,7 @@ def test_a_budget_of_prompt_and_answer_shows_what_compares(tmp_path: Path) -> No
     write_run(tmp_path, records([1.0] * 4, **SPARSE), "quest", budget=0.1)
     fewer = {"attended_prompt": 2.0, "attended_p50": 2.0, "capped_share": 0.25}
     write_run(tmp_path, records([1.0] * 4, **fewer), "vattention", budget=0.1)
-    [table] = comparisons([load(file.parent) for file in tmp_path.rglob("run.json")])
+    table = table_of(tmp_path)
     columns = {column.head: column.cells for column in overview(table)}
     assert "10+128 in all" in columns["budget"]
     assert columns["read\nin all"].count("12.0") == 2

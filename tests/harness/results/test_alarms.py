@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from harness.reports.compare import comparisons
 from harness.reports.document import as_markdown, as_rows, as_text
 from harness.reports.page import page
 from harness.results.alarms import AlarmRow, alarms
 from harness.results.records import Record
-from harness.results.run_folder import StoredRun, load
-from tests.fake_records import config, record, records, rewrite, write_run
+from harness.results.run_folder import StoredRun
+from tests.fake_records import config, record, records, rewrite, table_of, write_run
 
 SPARSE = {"attended_prompt": 10.0, "attended_total": 12.0}
 SIZE = 30
@@ -53,7 +52,7 @@ def test_above_full_by_the_p_that_the_table_stars(tmp_path: Path) -> None:
     half = records([0.0] * 7 + [1.0] * 7)
     write_run(tmp_path, half)
     write_run(tmp_path, records([1.0] * 14, **SPARSE), "quest")
-    [alone] = comparisons([load(path.parent) for path in tmp_path.glob("*/run.json")])
+    alone = table_of(tmp_path)
     assert [(alarm.kind, alarm.count, alarm.of, alarm.rows) for alarm in alone.alarms] == [
         ("above_full", 1, 2, ("quest 10%",))
     ]
@@ -62,7 +61,7 @@ def test_above_full_by_the_p_that_the_table_stars(tmp_path: Path) -> None:
             record(f"e{i}", score=one.score, tokens=[i, len(method), 0, 0], **SPARSE) for i, one in enumerate(half)
         ]
         write_run(tmp_path, lines, method)
-    [six] = comparisons([load(path.parent) for path in tmp_path.glob("*/run.json")])
+    six = table_of(tmp_path)
     assert sum(entry.score_p is not None for entry in six.entries) == 6
     assert six.alarms == []
 
@@ -185,7 +184,7 @@ def test_every_form_of_a_report_says_that_the_machine_was_shared(tmp_path: Path)
         write_run(tmp_path, records([1.0] * 3), method, facts=session(load_average))
     for path in tmp_path.glob("*/run.json"):  # the load here and now is no part of this
         rewrite(path.parent, load_average_ended=None)
-    [table] = comparisons([load(path.parent) for path in tmp_path.glob("*/run.json")])
+    table = table_of(tmp_path)
     assert [line["stamps"] for line in as_rows([table])] == ["", "L"]
     for text in (as_text([table]), as_markdown([table]), page([table], [])):
         assert "Caution: quest 10%: " in text
