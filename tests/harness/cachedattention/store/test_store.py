@@ -23,7 +23,6 @@ from harness.cachedattention.store.disk import HistoryError
 from harness.cachedattention.store.fingerprint import EXACT
 from harness.cachedattention.store.placement import LRU
 from harness.cachedattention.store.statistics import MeasuredSpeeds
-from methods.tiers.rows import Place
 from tests.histories import LAYERS, PRINT, TOKEN_BYTES, WholeStore, opened, right, rows
 
 TOKENS = list(range(100, 111))  # with blocks of 4: 4, 4, 3
@@ -200,34 +199,15 @@ SIZE = len(TOKENS) * TOKEN_BYTES
 THREADS = {"threads": 2}
 
 
-def put(store: WholeStore, *names: str) -> None:
-    for name in names:
-        store.put(name, TOKENS, rows(name, TOKENS))
-
-
 @contextmanager
-def second_layer_held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Its rows are not read before the event is set."""
-    go, read = threading.Event(), BlockFile.read
-
-    def waits(file: BlockFile, names: list[str], place: Place) -> Any:
-        assert "1.k" not in names or go.wait(600)
-        return read(file, names, place)
-
-    monkeypatch.setattr(BlockFile, "read", waits)
-    try:
-        yield go
-    finally:
-        go.set()
-
-
-@contextmanager
-def held_back(monkeypatch: pytest.MonkeyPatch, where: Any, name: str) -> Iterator[threading.Event]:
-    """Calls wait until the event is set, as it is at the end."""
+def held_back(
+    monkeypatch: pytest.MonkeyPatch, where: Any, name: str, layer: int | None = None
+) -> Iterator[threading.Event]:
+    """Calls, or those that read a `layer`, wait until the event is set, as it is at the end."""
     go, action = threading.Event(), getattr(where, name)
 
     def waits(*args: Any, **named: Any) -> Any:
-        assert go.wait(600)
+        assert (layer is not None and f"{layer}.k" not in args[1]) or go.wait(600)
         return action(*args, **named)
 
     monkeypatch.setattr(where, name, waits)
@@ -244,7 +224,7 @@ def in_memory(store: WholeStore, name: str) -> bool:
 def test_what_waits_to_be_written_is_read_from_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path, host=0, **THREADS) as store:
         with held_back(monkeypatch, os, "fsync"):
-            put(store, "a", "b")
+            filled(store, "a", "b")
             store.put("a", TOKENS[:6], rows("a", TOKENS[:6]))  # replaced before it was written
             assert store.extend("a", 6, [7], rows("a", [7], 6))
             found = store.get("a", [*TOKENS[:6], 7])
@@ -266,14 +246,14 @@ def test_what_waits_to_be_written_is_read_from_memory(tmp_path: Path, monkeypatc
 def test_a_full_write_buffer_makes_save_wait(buffer: int, waits: bool, tmp_path: Path) -> None:
     with opened(tmp_path, host=0, write_buffer=buffer, **THREADS) as store:
         store.contents.saving._worker.submit(partial(time.sleep, 0.1))  # the disk is busy
-        put(store, "a", "b", "c")
+        filled(store, "a", "b", "c")
         assert store.contents.saving.held <= buffer
         assert bool(store.statistics.write_waits) == bool(store.statistics.write_wait_s) == waits
 
 
 def test_prefetching_runs_ahead_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path, host=2 * SIZE, **THREADS) as store:
-        put(store, "a", "b", "c", "d")
+        filled(store, "a", "b", "c", "d")
         store.flush()
         for name in "abcd":
             store.enqueue(name)
@@ -336,8 +316,8 @@ def test_what_is_fetched_may_be_evicted_extended_and_dropped(tmp_path: Path) -> 
 
 
 def test_a_layer_is_there_before_the_next_one_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(tmp_path, host=0, **THREADS) as store, second_layer_held_back(monkeypatch) as go:
-        put(store, "a")
+    with opened(tmp_path, host=0, **THREADS) as store, held_back(monkeypatch, BlockFile, "read", layer=1) as go:
+        filled(store, "a")
         store.flush()
         loading = store.open("a", [*TOKENS, 5])
         assert loading is not None
