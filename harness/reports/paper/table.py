@@ -30,7 +30,7 @@ NAMES: dict[Dimension, tuple[str, ...]] = {
     "column": ("Group", "Task"),
 }
 WIDEST = 12  # columns beyond which several models stand below each other
-EMPTY = "--"  # a cell without a run
+EMPTY = "--"  # a cell of what was not run or not measured
 PARTS = ("value", "low", "high", "marks", "best")
 
 
@@ -81,7 +81,7 @@ class PaperTable:
         if any(cell.best for cell in shown):
             yield "Bold: the best of a budget, and what cannot be told from it."
         if len(shown) < len(self.rows) * len(self.columns):
-            yield f"{EMPTY}: not run."
+            yield f"{EMPTY}: not measured."
 
     def notes(self) -> Iterator[str]:
         """Yield what a reader of the table cannot see and its author must know."""
@@ -92,7 +92,7 @@ class PaperTable:
                 if (row, place) not in self.cells
             ]
             if missing:
-                yield f"{' '.join(filter(None, line))}: no run for {', '.join(missing)}"
+                yield f"{' '.join(filter(None, line))}: not run or not measured: {', '.join(missing)}"
         for one in self.chosen:
             called = f"{one.method} {one.budget} on {one.task}, {one.model}".replace("  ", " ")
             summary = one.row.summary

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ def as_latex(table: PaperTable) -> str:
     places = np.arange(len(texts)).reshape(len(table.rows), len(over))
     index = pd.MultiIndex.from_tuples(table.rows) if names > 1 else [word for (word,) in table.rows]
     style = pd.DataFrame(places, index=index).style.format(texts.__getitem__)
-    style = style.format_index(lambda word: in_latex(word) + cited.get(word, ""), axis="index")
+    style = style.format_index(lambda word: in_latex(word) + cited.get(word, ""))
     said = layout.caption or in_latex(table.title)
     drawn = style.to_latex(
         column_format="l" * names + "c" * len(over),
@@ -132,7 +132,7 @@ def as_latex(table: PaperTable) -> str:
     ]
     lines = [
         *lines[: top + 1],
-        *_header(table),
+        *_header(table, cited),
         *lines[middle : middle + 1],
         *body,
         *lines[bottom:],
@@ -147,7 +147,7 @@ def as_latex(table: PaperTable) -> str:
     return "\n".join([rf"% \usepackage{{{','.join(packages)}}}", *lines, ""])
 
 
-def _header(table: PaperTable) -> Iterator[str]:
+def _header(table: PaperTable, cited: Mapping[str, str]) -> Iterator[str]:
     """Yield the lines above the rows: a heading spans what it is over, with a rule below it, and the
     last line names the columns and, on their left, the levels of a row."""
     names = list(map(in_latex, table.row_names))
@@ -159,7 +159,7 @@ def _header(table: PaperTable) -> Iterator[str]:
         at = len(names)
         for line, some in groupby(table.columns, key=lambda line: line[: level + 1]):
             size = len(list(some))
-            word = in_latex(line[-1])
+            word = in_latex(line[-1]) + cited.get(line[-1], "")
             if is_last and table.layout.angle:
                 word = rf"\rotatebox{{{table.layout.angle}}}{{{word}}}"
             if word and not is_last:

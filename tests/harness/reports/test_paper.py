@@ -165,7 +165,7 @@ def test_an_average_gives_tasks_the_same_weight_and_needs_all_of_them(root: Path
     frame = table(root).xs("value", axis=1, level=-1)
     both = frame[["Needle in a haystack", "RULER"]].mean(axis=1, skipna=False)
     assert frame["Avg."].tolist() == pytest.approx(both.tolist(), nan_ok=True)
-    assert "Quest 20%: no run for RULER, Avg." in list(made(root).notes())
+    assert "Quest 20%: not run or not measured: RULER, Avg." in list(made(root).notes())
     groups = [("niah", "")] * 24 + [("ruler", "vt" if i % 3 == 0 else "cwe") for i in range(24)]
     ends = stats.interval([*GOOD[1:], 0.5] * 2, groups)
     shown = table(root).loc[("Quest", "10%")]["Avg."]
@@ -251,7 +251,7 @@ def test_the_command_says_what_is_wrong_and_what_the_author_must_know(root: Path
         assert "--paper and --out FILE go together" in capsys.readouterr().err
     (tmp_path / "a.yaml").write_text("methods: [snapkv, quest]\nbudgets: [0.2]")
     assert report.main([str(root), "--paper", str(tmp_path / "a.yaml"), "--out", out]) == 0
-    assert capsys.readouterr().out.startswith("Quest 20%: no run for RULER, Avg.\n")
+    assert capsys.readouterr().out.startswith("Quest 20%: not run or not measured: RULER, Avg.\n")
     alone = tmp_path / "alone"
     write(alone, BAD, "snapkv", 0.1, share=0.3, **RULER)
     assert report.main([str(alone), "--paper", "--out", out]) == 0
@@ -278,9 +278,10 @@ def test_a_layout_shows_what_was_run_of_its_table(tmp_path: Path, name: str) -> 
 def test_citations_name_the_papers_of_methods_and_their_presets(tmp_path: Path) -> None:
     for method in ("full", "snapkv_kernel15", "press_expected_attention", "shadowkv"):
         write(tmp_path, GOOD, method)
-    text = as_latex(made(tmp_path, table={"cite": True}))
-    keys = re.findall(r"citep{(\w+)}", text)
-    assert keys == ["expectedattention", "shadowkv", "snapkv"]
+    for rows in ("method", "column"):
+        text = as_latex(made(tmp_path, table={"cite": True, "rows": [rows]}))
+        keys = re.findall(r"citep{(\w+)}", text)
+        assert keys == ["expectedattention", "shadowkv", "snapkv"]
     assert all(f"{{{key}," in BIB.read_text() for key in keys)
 
 
