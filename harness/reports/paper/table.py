@@ -106,9 +106,10 @@ class PaperTable:
             if why := summary["budget"].get("not_kept"):
                 yield f"{called}: {NOT_KEPT} {why}"
         tables = {id(one.table): one.table for one in self.chosen}
-        for table in tables.values():
-            for alarm in table.alarms:
-                yield f"{ALARM if alarm.red else 'Caution: '}{alarm.text}"
+        alarms = [alarm for table in tables.values() for alarm in table.alarms]
+        yield from dict.fromkeys(
+            f"{ALARM if alarm.red else 'Caution: '}{alarm.text}" for alarm in alarms
+        )
 
     def frame(self) -> pd.DataFrame:
         """Return the table with numbers as they are: each column has a value and, where it is a
