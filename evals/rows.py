@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from itertools import islice
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,21 +36,19 @@ def _best(metric: Callable[[str, str], float]) -> Scorer:
     return lambda output, answers: max(metric(output, answer) for answer in answers)
 
 
-SCORERS: Mapping[str, Scorer] = {
-    "exact": lambda output, answers: output.strip() in answers,
-    "contains": contains_any,
-    "f1": _best(qa_f1),
-    "rouge": _best(rouge_l),
-    "choice": choice,
+class _Known(NamedTuple):
+    score: Scorer
+    metric: str
+    chance: float | None = None
+
+
+SCORERS: Mapping[str, _Known] = {
+    "exact": _Known(lambda output, answers: output.strip() in answers, "exact match", 0.0),
+    "contains": _Known(contains_any, "answer contained", 0.0),
+    "f1": _Known(_best(qa_f1), "F1"),
+    "rouge": _Known(_best(rouge_l), "ROUGE-L"),
+    "choice": _Known(choice, "accuracy", 1 / len(OPTIONS)),
 }
-METRICS = {
-    "exact": "exact match",
-    "contains": "answer contained",
-    "f1": "F1",
-    "rouge": "ROUGE-L",
-    "choice": "accuracy",
-}
-CHANCES = {"exact": 0.0, "contains": 0.0, "choice": 1 / len(OPTIONS)}
 
 
 class _Asked(NamedTuple):
@@ -68,7 +67,7 @@ class Rows(Task):
     its columns. Without a column of questions, a row is a chat: the last of its `messages` that is
     the user's is the question, and a reply to it is the right answer if there are no answers.
     `template` holds {context} and {question}. `scorer`: one of SCORERS, or MODULE:FUNCTION, called with
-    an output and a list of right answers, which returns a number from 0 to 1."""
+    an output and a tuple of right answers, which returns a number from 0 to 1."""
 
     seeded = False
 
@@ -106,11 +105,11 @@ class Rows(Task):
 
     @property
     def metric(self) -> str:  # type: ignore[override]
-        return METRICS.get(self.scorer, self.scorer)
+        return SCORERS[self.scorer].metric if self.scorer in SCORERS else self.scorer
 
     @property
     def chance(self) -> float | None:  # type: ignore[override]
-        return CHANCES.get(self.scorer)
+        return SCORERS[self.scorer].chance if self.scorer in SCORERS else None
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -148,8 +147,13 @@ class Rows(Task):
             )
 
     def score(self, example: Example, output: str) -> Score:
-        value = self._function(output, example.references)
-        if not isinstance(value, int | float) or not 0 <= value <= 1:
+        try:
+            value = self._function(output, example.references)
+        except Exception as error:
+            raise TaskError(
+                f"task.scorer={self.scorer} ended with {error!r} for {example.id}: correct it, and rescore the run"
+            ) from error
+        if not isinstance(value, Real) or not 0 <= value <= 1:
             raise TaskError(
                 f"task.scorer={self.scorer} gave {value!r} for {example.id}: let it return a number from 0 to 1"
             )
@@ -162,15 +166,18 @@ class Rows(Task):
     @cached_property
     def _function(self) -> Scorer:
         if self.scorer in SCORERS:
-            return SCORERS[self.scorer]
+            return SCORERS[self.scorer].score
         module, _, name = self.scorer.partition(":")
         try:
-            function: Scorer = getattr(import_module(module), name)
-        except (ImportError, AttributeError) as error:
+            function = getattr(import_module(module), name)
+        except Exception as error:  # its module runs whatever its author wrote
             raise TaskError(
                 f"task.scorer={self.scorer} cannot be imported ({error}): is its folder on PYTHONPATH?"
             ) from error
-        return function
+        if not callable(function):
+            raise TaskError(f"task.scorer={self.scorer} is no function: name one")
+        scorer: Scorer = function
+        return scorer
 
     def _read(self) -> Content:
         data = self._file.read_bytes()
@@ -206,7 +213,9 @@ class Rows(Task):
         """Return the template filled with a row's texts. Raises `TaskError`, which says what is wrong
         after the row's number."""
         before, document, after = self.template.rpartition("{context}")
-        texts = {self.question: _TEXT} | ({self.context: "text"} if document else {})
+        texts: dict[str, Shape] = {self.question: _TEXT}
+        if document:
+            texts[self.context] = "text"
         answers = self._answers(row, row.get(self.answers), texts)
         question = after.replace("{question}", row[self.question])
         if not document:  # then the whole prompt is the context
@@ -217,7 +226,7 @@ class Rows(Task):
         """Return a row's chat, without the reply to its last question. Raises `TaskError` as `_filled`
         does."""
         messages = self._listed(row.get(self.messages))
-        if wrong := misfit({self.messages: messages}, {self.messages: _MESSAGES}):
+        if wrong := misfit(messages, _MESSAGES, self.messages):
             raise TaskError(wrong)
         said = [(message["role"], message["content"]) for message in messages]
         system = said.pop(0)[1] if said[0][0] == "system" else ""
@@ -230,8 +239,8 @@ class Rows(Task):
         answers = self._answers(row, row.get(self.answers, reply), {})
         return _Asked("", question, answers, system, tuple(earlier))
 
-    def _answers(self, row: Row, given: Any, shape: Shape) -> tuple[str, ...]:
-        """Return the right answers of a row, which is checked against `shape`, too."""
+    def _answers(self, row: Row, given: Any, shape: dict[str, Shape]) -> tuple[str, ...]:
+        """Return the right answers of a row, whose columns are checked against `shape`, too."""
         given = self._listed(given)
         held = (
             row
@@ -241,8 +250,10 @@ class Rows(Task):
         shape = shape | {self.answers: [_NAME, ...]}
         if self.group is not None:
             shape |= {self.group: _NAME}
-        if wrong := misfit(held, shape):
-            raise TaskError(wrong)
+        for name, kind in shape.items():
+            wrong = misfit(held[name], kind, name) if name in held else f"lacks {name!r}"
+            if wrong:
+                raise TaskError(wrong)
         answers = tuple(str(answer).strip() for answer in held[self.answers])
         if self.scorer == "choice" and not {*answers} & {*OPTIONS}:
             raise TaskError(

@@ -36,7 +36,7 @@ class SmolLM2(GGUFSource):
         return "smollm2"
 
     def identity(self) -> Identity:
-        return self.identified(Identity(NAME, f"{HASH}{file_sha256(find_gguf())}", "embedded"))
+        return self.identified(Identity(NAME, f"{HASH}{file_sha256(self.gguf())}", "embedded"))
 
 
 def installed() -> bool:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 HASH = "gguf-sha256:"
-FORMAT = 1  # increases when the conversion changes; older folders are then ignored
+FORMAT = 1  # increases when the conversion changes; older folders are then ignored, as those of another transformers
 SCHEME = "gguf_quantisation"  # our name in a config for how the file's weights are quantised
 CONTROL = 3  # GGUF's token type of special tokens
 # by which GGUF files name tokens that may end an answer
@@ -67,7 +67,8 @@ class GGUFSource(ModelSource):
         """Return the folder of the cache that holds the model in the Hugging Face layout. What is
         missing is made from the file: in seconds, and with `weights` 4 bytes for each parameter."""
         file = self.gguf()
-        folder = cache_root() / f"{self.named()}-{file_sha256(file)[:16]}-v{FORMAT}"
+        made_by = f"v{FORMAT}-transformers-{version('transformers')}"
+        folder = cache_root() / f"{self.named()}-{file_sha256(file)[:16]}-{made_by}"
         if not folder.is_dir():
             _complete(folder, file, convert)
         if weights and not has_weights(folder):
@@ -168,11 +169,19 @@ def _complete(target: Path, file: Path, write: Callable[[Path, Path], None]) -> 
 def convert(file: Path, folder: Path) -> None:
     """Write config and tokenizer of the GGUF file `file` to the new folder `folder`."""
     reader = _opened(file)
-    config = _config(reader, file)
-    _check_tensors(reader, file, config)
+    try:
+        config = _config(reader, file)
+        _check_tensors(reader, file, config)
+        tokenizer = _tokenizer(reader, file, config)
+    except (ModelError, ImportError, OSError, MemoryError):
+        raise
+    except Exception as error:  # transformers and its tokenizers have kinds of their own
+        raise ModelError(
+            f"{file} cannot be read ({' '.join(str(error).split())[:200]}): take the model's own repository (model=hf)."
+        ) from error
     folder.mkdir()
     config.save_pretrained(folder)
-    _tokenizer(reader, file, config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def convert_weights(folder: Path, file: Path, target: Path) -> None:

@@ -87,13 +87,15 @@ def asked(config: Values, named: Values) -> dict[str, Any]:
 
 
 def model_name(config: Mapping[str, Any]) -> str:
-    """Return the model's name on the hub or its folder; without one, its class, and for random
-    weights the shape; then the name of an adapter's folder."""
+    """Return the name of the model's file, its name on the hub or its folder; without one, its class,
+    and for random weights the shape; then the name of an adapter's folder."""
     model = config.get("model")
     if isinstance(model, Mapping):
         kind = str(model.get("_target_", "unknown")).rpartition(".")[2]
         adapter = model.get("adapter")
-        model = model.get("name") or " ".join(filter(None, (kind, model.get("shape"))))
+        file, named = model.get("file"), model.get("name")
+        shape = " ".join(filter(None, (kind, model.get("shape"))))
+        model = Path(file).name if file else named or shape
         if adapter:
             model = f"{model} with {Path(adapter).name}"
     return str(model)

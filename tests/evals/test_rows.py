@@ -106,8 +106,11 @@ def test_a_scorer_of_ones_own_gives_a_number_from_0_to_1(tmp_path: Path) -> None
     (example,) = examples(source, scorer=scorer)
     with pytest.raises(TaskError, match=r"gave 10\.0 for mine-1"):
         Rows(source, scorer=scorer).score(example, "wrong")
-    with pytest.raises(TaskError, match="cannot be imported"):
-        Rows(source, scorer="tests.evals.test_rows:nowhere").require(None)
+    with pytest.raises(TaskError, match=r"ended with TypeError.* for mine-1: correct it, and rescore the run"):
+        Rows(source, scorer="builtins:divmod").score(example, "text")
+    for function, says in (("nowhere", "cannot be imported"), ("__name__", "is no function")):
+        with pytest.raises(TaskError, match=says):
+            Rows(source, scorer=f"tests.evals.test_rows:{function}").require(None)
 
 
 def test_all_wrong_rows_are_named_before_the_first_is_asked(tmp_path: Path) -> None:
@@ -119,6 +122,9 @@ def test_all_wrong_rows_are_named_before_the_first_is_asked(tmp_path: Path) -> N
     says = r"mine\.jsonl: row 2 has null as 'context', .* text; row 3 .*'question'.*; row 4 has \" \" as 'answers\[0\]'"
     with pytest.raises(TaskError, match=rf"{says}.*; 2 more rows are wrong: correct"):
         examples(source, samples=1, group="kind")
+    source = write(tmp_path / "mine.jsonl", [{"context": "c", "Why?": None, "answers": "a"}])
+    with pytest.raises(TaskError, match=r"row 1 has null as 'Why\?'"):
+        examples(source, question="Why?")
     talks: list[list[dict[str, str]]] = [
         [{"role": "user", "content": "?"}] * 2, [{"role": "system", "content": "?"}], [], [{"role": "user"}]
     ]  # fmt: skip

