@@ -153,7 +153,7 @@ class Rows(Task):
             raise TaskError(
                 f"task.scorer={self.scorer} ended with {error!r} for {example.id}: correct it, and rescore the run"
             ) from error
-        if not isinstance(value, Real) or not 0 <= value <= 1:
+        if not isinstance(value, Real) or not 0 <= float(value) <= 1:
             raise TaskError(
                 f"task.scorer={self.scorer} gave {value!r} for {example.id}: let it return a number from 0 to 1"
             )
