@@ -32,6 +32,11 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
 
 
 @pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.models.random.Random.build", lambda *_: pytest.fail("weights were loaded"))
+
+
+@pytest.fixture
 def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Outside:
     """Adds a method (or a task) from outside, `Broken` of this source as `broken`, with these lines of yaml; its file,
     and a folder for --config-dir."""

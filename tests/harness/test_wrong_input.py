@@ -79,14 +79,9 @@ COMMANDS = {  # kind -> module, its words, and what the sentence has to name
 }
 
 
+@pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize("kind", RUNS)
-def test_a_wrong_run_ends_in_one_sentence_before_weights_load(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    def refuse(*arguments: object) -> None:
-        raise AssertionError("weights were loaded")
-
-    monkeypatch.setattr("harness.models.random.Random.build", refuse)
+def test_a_wrong_run_ends_in_one_sentence_before_weights_load(cli: Cli, tmp_path: Path, kind: str) -> None:
     words, named = RUNS[kind]
     code, out, err = cli(*words)
     assert code == 1
@@ -231,14 +226,11 @@ def test_a_table_stands_at_the_end(cli: Cli) -> None:
     assert all(word in out for word in ("TT2T", "TPOT", "vs Full", "KV host", "moved", "pqcache", "full"))
 
 
+@pytest.mark.usefixtures("no_weights")
 def test_dry_run_loads_no_weights_and_writes_nothing(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: object) -> None:
-        raise AssertionError("weights were loaded")
-
     cuts = iter([30, 7, 512, 8])
     findings = lambda *prompt: [Finding("warning", "cut", f"{next(cuts)} tokens were cut.")]  # noqa: E731
     monkeypatch.setattr("harness.jobs.examples.lint", findings)
-    monkeypatch.setattr("harness.models.random.Random.build", refuse)
     code, out, err = cli("dry_run=true")
     assert code == 0, err
     assert "of 400 to 400" in out

@@ -29,14 +29,10 @@ EIGHT_B = replace(MODEL, shape="llama-3.1-8b", layers=None)
 Cli = Callable[..., tuple[int, str, str]]
 
 
+@pytest.mark.usefixtures("no_weights")
 def test_8b_in_fp32_is_refused_before_it_is_loaded(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with 21.6 GiB; the dry run says the same."""
-
-    def never(*_: object) -> None:
-        raise AssertionError("weights were loaded")
-
     monkeypatch.setattr("harness.jobs.machine.free_bytes", lambda device: int(21.6 * GIB))
-    monkeypatch.setattr("harness.models.random.Random.build", never)
     for shared in (False, True):
         settings = Settings(results=Results(root=str(tmp_path)), device="cpu", shared_prefill=shared)
         with pytest.raises(SettingsError, match=r"weights 29\.9 GiB.* 21\.6 GiB .*dtype=bf16 \(15"):

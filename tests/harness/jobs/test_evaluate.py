@@ -82,10 +82,9 @@ def test_what_does_not_apply_is_no_part_of_the_identity(tmp_path: Path) -> None:
     two = run(tmp_path, Full(), budget=300, placement="host")
     assert one.folder == two.folder
     assert yaml.safe_load((one.folder / "config.yaml").read_text())["budget"] is None
-    other = run(tmp_path, budget=0.1, baseline="off")
-    assert other.folder != run(tmp_path, budget=0.3, baseline="off").folder
-    assert other.folder != run(tmp_path, replace(PQ, m=4), budget=0.1, baseline="off").folder
-    assert other.folder != run(tmp_path, budget=0.1, baseline="off", task=niah(depths=3)).folder
+    shapes = ((PQ, niah(), 0.1), (PQ, niah(), 0.3), (replace(PQ, m=4), niah(), 0.1), (PQ, niah(depths=3), 0.1))
+    jobs = [Job.plan(method, task, MODEL, settings(tmp_path, budget=budget)) for method, task, budget in shapes]
+    assert len({job.folder for job in jobs}) == 4
 
 
 def test_corrected_answers_are_another_run(

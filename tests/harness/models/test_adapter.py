@@ -25,7 +25,7 @@ from harness.models.hub import HuggingFace
 from harness.models.random import byte_tokenizer
 from methods.full import Full
 from tests.fast import MODEL
-from tests.tiny import prompt, tiny
+from tests.tiny import prompt, saved, tiny
 
 peft = pytest.importorskip("peft", reason="needs peft: pip install 'kv-harness[adapters]'")
 Lora = Callable[..., Path]
@@ -33,9 +33,7 @@ Lora = Callable[..., Path]
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    tiny("llama").save_pretrained(tmp_path / "model")
-    byte_tokenizer().save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    return Path(saved(tiny("llama"), tmp_path / "model").name)
 
 
 @pytest.fixture
@@ -113,8 +111,7 @@ def test_the_tokenizer_that_an_adapter_was_trained_with_makes_the_prompts(model:
 
 def test_a_report_names_the_adapter(lora: Lora, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, base = tmp_path / "model", MODEL.build(torch.float32, "cpu")
-    base.save_pretrained(model)
-    byte_tokenizer().save_pretrained(model)
+    saved(base, model)
     folder = lora(base)
     task = Niah(lengths=[300], depths=1, max_new_tokens=2)
     settings = Settings(results=Results(str(tmp_path / "runs")), warmup=0)

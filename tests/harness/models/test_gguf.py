@@ -18,9 +18,8 @@ from harness.models import embedded, gguf
 from harness.models.base import ModelError
 from harness.models.embedded import SmolLM2
 from harness.models.gguf import GGUF
-from harness.models.random import byte_tokenizer
 from harness.results.identity import model_name
-from tests.tiny import prompt, tiny
+from tests.tiny import prompt, saved, tiny
 
 needs_wheel = pytest.mark.skipif(not embedded.installed(), reason=f"needs the wheel {embedded.WHEEL}")
 needs_accelerate = pytest.mark.skipif(
@@ -236,8 +235,7 @@ def conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     def convert(file: Path, folder: Path) -> None:
         made.append(folder)
-        tiny("llama").save_pretrained(folder)
-        byte_tokenizer().save_pretrained(folder)
+        saved(tiny("llama"), folder)
 
     (tmp_path / "tiny.gguf").write_text("the wheel's file")
     monkeypatch.setattr(gguf, "convert", convert)
