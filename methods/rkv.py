@@ -47,10 +47,11 @@ class RKVKeep(LastQueries, capturable=True, of_each={}):
         """Return the pooled weights that the last queries give to the first `others` stored tokens,
         all but the window, [B G others] fp32."""
         assert self.queries is not None
-        # [B g G w D]
-        grouped = self.queries.unflatten(1, (self.spec.num_kv_heads, -1)).transpose(1, 2)
+        # [B G g w D]
+        grouped = self.queries.unflatten(1, (self.spec.num_kv_heads, -1)).float()
         keys = self.store.k[:, :, :others].float().mT
-        logits = torch.stack([q.float() @ keys for q in grouped.unbind(1)]).amax(0)
+        # all queries of a group at once, so that its keys are read once
+        logits = (grouped.flatten(2, 3) @ keys).unflatten(2, grouped.shape[2:4]).amax(2)
         weights = (logits * self.spec.scale).softmax(-1).mean(2)
         return max_pool1d(weights, self.method.kernel, stride=1, padding=self.method.kernel // 2)
 
@@ -71,8 +72,9 @@ def _similarity(keys: Tensor) -> Tensor:
     units = normalize(keys.float(), dim=-1, eps=1e-8)
     last = ops.last_alike(units, SIMILAR)
     itself = last == torch.arange(keys.shape[2], device=keys.device)
-    left_out = (units * ops.gather_rows(units, last)).sum(-1).masked_fill(itself, 0)
-    sums = (units @ units.sum(2).unsqueeze(-1)).squeeze(-1) - units.square().sum(-1)
+    with_last = torch.einsum("bgsd,bgsd->bgs", units, ops.gather_rows(units, last))
+    left_out = with_last.masked_fill(itself, 0)
+    sums = (units @ units.sum(2).unsqueeze(-1)).squeeze(-1) - units.norm(dim=-1).square()
     # in fp64, where the order in which a GPU adds changes nothing that is left in fp32
     return sums.double().scatter_add(2, last, -left_out.double()) / keys.shape[2]
 

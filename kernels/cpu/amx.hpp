@@ -6,7 +6,7 @@
 #include <cpuid.h>
 #endif
 
-#if defined(__AMX_BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -43,16 +43,15 @@ struct Tiles {
 #define TILE_LOAD(tile, from, stride) _tile_loadd(tile, from, stride)
 #define TILE_STORE(tile, to, stride) _tile_stored(tile, to, stride)
 #define TILE_DOT(sum, a, b) _tile_dpbf16ps(sum, a, b)
+#define TILE_DOT_BYTES(sum, a, b) _tile_dpbssd(sum, a, b)
 
 #else
 
 #define SETTLE_MEMORY
 
-// Returns whether tests asked for the plain tiles.
-inline bool has_tiles() {
-    static const bool asked = std::getenv("KV_HARNESS_PLAIN_TILES");
-    return asked;
-}
+// Whether tests asked for the plain tiles when they loaded this library.
+static const bool plain_tiles_asked = std::getenv("KV_HARNESS_PLAIN_TILES");
+inline bool has_tiles() { return plain_tiles_asked; }
 
 struct Tiles {
     explicit Tiles(bool) {}
@@ -72,6 +71,15 @@ inline void plain_dot(int sum, int a, int b) {
         plain_tiles[sum].row[m] = (u32)row;
     }
 }
+// Does so for whole numbers of 8 bits, `a` [16][16 fours] and `b` [16 fours][16].
+inline void plain_dot_bytes(int sum, int a, int b) {
+    auto byte = [](uint32_t word, int i) { return (int8_t)(word >> 8 * i); };
+    for (int m = 0; m < 16; m++)
+        for (int four = 0; four < 16; four++)
+            for (int n = 0; n < 16; n++)
+                for (int i = 0; i < 4; i++)
+                    plain_tiles[sum].row[m][n] += byte(plain_tiles[a].row[m][four], i) * byte(plain_tiles[b].row[four][n], i);
+}
 inline void plain_load(int tile, const void* from, int64_t stride) {
     for (int m = 0; m < 16; m++) plain_tiles[tile].row[m] = load<u32>((const char*)from + m * stride);
 }
@@ -83,11 +91,13 @@ inline void plain_store(int tile, void* to, int64_t stride) {
 #define TILE_LOAD(tile, from, stride) plain_load(tile, from, stride)
 #define TILE_STORE(tile, to, stride) plain_store(tile, to, stride)
 #define TILE_DOT(sum, a, b) plain_dot(sum, a, b)
+#define TILE_DOT_BYTES(sum, a, b) plain_dot_bytes(sum, a, b)
 
 #endif
 
-// Computes c[32][32] = or += a[32][steps of 16 words] times b[steps of 16 words][32]; strides are in words.
-template <bool ADD>
+// Computes c[32][32] = or += a[32][steps of 16 words] times b[steps of 16 words][32]; strides are in words. With BYTES, words
+// are four whole numbers, and c is int32.
+template <bool ADD, bool BYTES = false>
 inline void multiply_tiles(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, float* c,
                            int64_t c_stride, int steps) {
     const int64_t a_bytes = 4 * a_stride, b_bytes = 4 * b_stride, c_bytes = 4 * c_stride;
@@ -103,16 +113,22 @@ inline void multiply_tiles(const uint32_t* a, int64_t a_stride, const uint32_t* 
         TILE_ZERO(2);
         TILE_ZERO(3);
     }
+#define DOT(sum, a, b) \
+    if constexpr (BYTES) \
+        TILE_DOT_BYTES(sum, a, b); \
+    else \
+        TILE_DOT(sum, a, b)
     for (int s = 0; s < steps; s++) {
         TILE_LOAD(4, a + s * 16, a_bytes);
         TILE_LOAD(6, b + s * 16 * b_stride, b_bytes);
-        TILE_DOT(0, 4, 6);
+        DOT(0, 4, 6);
         TILE_LOAD(7, b + s * 16 * b_stride + 16, b_bytes);
-        TILE_DOT(1, 4, 7);
+        DOT(1, 4, 7);
         TILE_LOAD(5, a + 16 * a_stride + s * 16, a_bytes);
-        TILE_DOT(2, 5, 6);
-        TILE_DOT(3, 5, 7);
+        DOT(2, 5, 6);
+        DOT(3, 5, 7);
     }
+#undef DOT
     TILE_STORE(0, c, c_bytes);
     TILE_STORE(1, c + 16, c_bytes);
     TILE_STORE(2, c + 16 * c_stride, c_bytes);
