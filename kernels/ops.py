@@ -84,6 +84,8 @@ group_margins = Op(
     cpu="kernels.cpu.choose",
     torch="kernels.reference",
 )
+estimated_logits = Op("estimated_logits", cpu="kernels.cpu.top_p", torch="kernels.top_p")
+carrying = Op("carrying", cpu="kernels.cpu.top_p", torch="kernels.top_p")
 top_k = Op("top_k", triton="kernels.gpu.top_k", cpu="kernels.cpu.choose", torch="kernels.reference")
 kmeans = Op("kmeans", triton="kernels.gpu.kmeans", cpu="kernels.cpu.kmeans", torch="kernels.kmeans")
 column_sums = Op(

@@ -22,6 +22,7 @@ from kernels.block import DecoderBlock, Head, Linear
 from kernels.coded import Coded
 from kernels.partial import BESIDE, Guess, NewPartial
 from kernels.reference import Segment, pq_held
+from kernels.top_p import KeyCodes, quantised_keys
 from methods.base.pieces import pieces
 from methods.tiers.codec import Encoded, IntCodec
 
@@ -283,6 +284,16 @@ def _scores(x: Inputs) -> Iterator[OpCase]:
         reach=ALPHA,
         most=x.budget,
     )
+    parts = (quantised_keys(x.kv[0][:, :, part]) for part in pieces(x.tokens))
+    yield _case(
+        "estimated_logits",
+        f"mass, {x.budget} of {x.tokens}",
+        q=x.grouped(dim),
+        keys=KeyCodes(*map(_joined, zip(*parts, strict=True))),
+        rows=x.rows(x.shape.heads, x.tokens, x.budget),
+    )
+    logits = x.random(1, x.shape.heads, 1, x.budget, dtype=torch.float32)
+    yield _case("carrying", f"mass, {x.budget}", logits=logits, always=logits.amax(-1), mass=0.9)
     for size in (1, CHUNK, PAGE):
         best, among = x.budget // size, x.tokens // size
         yield _case(

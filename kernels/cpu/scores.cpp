@@ -7,6 +7,8 @@ namespace {
 using Rows = RowScores;
 
 constexpr int64_t CHUNK = 1024;  // rows per task
+// Rows follow each other, which the processor finds out: it reads them a sixth faster if nothing else asks for them.
+constexpr Pass NO_FETCH{0, TOKENS + 1, nullptr};
 
 // Multiplies every query of a group with every row of x [B G S C].
 template <class T, int L, bool PART>
@@ -19,17 +21,20 @@ void products(const typename T::Element* q, const Rows& in, float* out) {
         HeadRows index(in.x, in.x_batch, in.x_group, in.x_row, in.table, sequence, pair % in.groups);
         const auto* queries = q + pair * in.heads * L * T::WIDTH;
         for (int64_t at = first; at < std::min(first + CHUNK, count); at += TOKENS) {
-            const char *rows[TOKENS], *ahead[TOKENS];
-            for (int t = 0; t < TOKENS; t++) {
-                rows[t] = index[std::min(at + t, count - 1)];
-                ahead[t] = index[std::min(at + t + 2 * TOKENS, count - 1)];
-            }
+            const char* rows[TOKENS];
+            for (int t = 0; t < TOKENS; t++) rows[t] = index[std::min(at + t, count - 1)];
+            auto multiply = [&](float* logits, int64_t stride) {
+                in_steps<power_of_two_below(8 / L)>(in.heads, [&](int h, auto n) {
+                    const auto* of_heads = queries + h * L * T::WIDTH;
+                    add_logits<T, L, n, PART>(of_heads, rows, rest, NO_FETCH, 1.0f, logits + h * stride, stride);
+                });
+            };
             float* to = out + pair * in.heads * in.count + at;
             if (at + TOKENS <= count) {
-                block_logits<T, L, PART>(queries, rows, ahead, in.heads, 1.0f, to, in.count, rest);
+                multiply(to, in.count);
             } else {
                 Buffer<float> last(in.heads * TOKENS);
-                block_logits<T, L, PART>(queries, rows, ahead, in.heads, 1.0f, last.data(), TOKENS, rest);
+                multiply(last.data(), TOKENS);
                 for (int64_t h = 0; h < in.heads; h++)
                     std::copy_n(&last[h * TOKENS], count - at, to + h * in.count);
             }

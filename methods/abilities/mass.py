@@ -1,5 +1,5 @@
 """Budgets by mass (Twilight, arXiv 2502.02770): of what a step chose, it reads only the tokens that
-carry a share of the weights. Keys in 4 bits estimate these (methods/parts/top_p.py)."""
+carry a share of the weights. Keys in 4 bits estimate these (kernels/top_p.py)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels import ops
 from kernels.ragged import Ragged, filled
+from kernels.top_p import RANGE_BYTES, KeyCodes, quantised_keys
 from methods.base import Ability, BudgetError, KVLayer, Method
 from methods.layers.weights import ChoiceWeights, always_lse
-from methods.parts.top_p import RANGE_BYTES, carrying, estimated_logits, quantised_keys
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Pruned(
         and minus infinity for the others. q [B H 1 D], rows [B G|H K]"""
         assert self.key_codes is not None
         assert self.key_ranges is not None
+        keys = KeyCodes(self.key_codes, self.key_ranges)
         reads = self.layer.reads
         chosen, absent = filled(rows), reads.absent(rows)
         if isinstance(rows, Ragged):
@@ -67,13 +69,11 @@ class Pruned(
         if absent is not None:
             chosen = chosen.masked_fill(absent, 0)
         grouped = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
-        logits = (
-            estimated_logits(grouped, self.key_codes, self.key_ranges, chosen) * self.spec.scale
-        )
+        logits = ops.estimated_logits(grouped, keys, chosen) * self.spec.scale
         if absent is not None:
             logits = logits.masked_fill(absent.unsqueeze(2), float("-inf"))
         always = always_lse(reads.always_read(), grouped, self.spec).view(logits.shape[:3])
-        read = carrying(logits, always, self.share)
+        read = ops.carrying(logits, always, self.share)
         self.log_weights = torch.zeros(read.shape, device=q.device).masked_fill(
             ~read, float("-inf")
         )

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
+from kernels.top_p import BITS, RANGE_BYTES
 from methods.base import Cost, LayerWorkload, Plan
-from methods.parts.top_p import BITS, RANGE_BYTES
 from methods.tiers.codec import PLAIN, Codec
 from methods.tiers.tier import DEVICE
 

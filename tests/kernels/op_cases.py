@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kernels import reference
 from kernels.coded import Codes
 from kernels.partial import Guess
 from kernels.ragged import Ragged
 from kernels.reference import Segment, pq_held
+from kernels.top_p import KeyCodes, quantised_keys
 from kernels.windowed import windowed_attention
 from tests.kernels import coded_cases
 from tests.kernels.guarded import GUARD, copied
@@ -51,7 +53,7 @@ def converted(value: Any, dtype: torch.dtype, device: torch.device | str = "cpu"
         return moved.as_strided(value.size(), value.stride(), GUARD + value.storage_offset())
     if isinstance(value, Ragged):
         return Ragged([converted(part, dtype, device) for part in value.parts], value.dim, value.sizes.dead)
-    if isinstance(value, Codes):  # its ranges and scales are fp16, whatever the dtype
+    if isinstance(value, Codes | KeyCodes):  # its ranges and scales are fp16, whatever the dtype
         tensors = {name: x for name, x in value._asdict().items() if isinstance(x, Tensor | Ragged)}
         return value._replace(**{name: converted(x, torch.float16, device) for name, x in tensors.items()})
     if isinstance(value, Segment):
@@ -445,7 +447,33 @@ def comparable(op: str, result: Any) -> Any:
         return by_channel(*result)
     if op == "channel_sums":
         return joined_parts(*result)
+    if op == "carrying":
+        return result.float()
     return highest(result) if op == "live_scores" else result
+
+
+def estimated_logits() -> Iterator[OpCase]:
+    """Rows of KV heads and of query heads, fewer and more than a task has, of stores with room for more."""
+    for name, (batch, heads, groups, dim, count) in SHAPES.items():
+        keys = quantised_keys(random(2, batch, groups, count, dim))
+        keys = KeyCodes(*(pad(x, (0, 0, 0, 3))[:, :, :count] for x in keys))
+        q = random(1, batch, groups, heads // groups, dim)
+        for lists in {groups, heads}:
+            rows = pick(4, batch, lists, count, max(1, count // 2)).repeat(1, 1, 3)
+            yield OpCase("estimated_logits", f"{name}-{lists}", (q, keys, rows))
+    few = random(1, 1, 2, 3, 24), quantised_keys(random(2, 1, 2, 9, 24)), pick(4, 1, 2, 9, 5)
+    yield OpCase("estimated_logits", "dim24", few)
+
+
+def carrying() -> Iterator[OpCase]:
+    """Of numbers that bf16 holds: of many weights and of few, some of which are equal or missing."""
+    for heads, count, spread in ((1, 1, 1), (4, 2050, 2), (3, 333, 9), (1, 40, 0)):
+        logits = (spread * random(1, 2, 2, heads, count)).bfloat16().float()
+        logits[:, :, :, 3::7] = -inf
+        always = random(2, 2, 2, heads).bfloat16().float()
+        for mass in (0.2, 0.9, 1.0):
+            yield OpCase("carrying", f"{mass}-of-{count}-spread{spread}", (logits, always, mass))
+    yield OpCase("carrying", "nothing", (torch.full((1, 1, 2, 20), -inf), torch.full((1, 1, 2), -inf), 0.5))
 
 
 def best_by_codes(args: Sequence[Any]) -> Tensor:
@@ -498,5 +526,6 @@ def cases() -> list[OpCase]:
         gather_rows, gather_tiers, row_scores, row_weights, page_scores, token_rows, pick_channels, live_scores,
         partial_products, rotate, rotate_to, channel_sums, channel_weights, group_weights, group_margins, pq_weights,
         pq_weights_far, pq_best, top_k, rebuild_keys, last_alike,
+        estimated_logits, carrying,
     )  # fmt: skip
     return [case for group in groups for case in group()]

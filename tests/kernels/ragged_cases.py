@@ -14,6 +14,7 @@ from kernels.coded import Coded
 from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged
 from kernels.reference import Segment, pq_held
+from kernels.top_p import KeyCodes, quantised_keys
 from tests.kernels import coded_cases
 from tests.kernels.op_cases import OpCase, draw, pick, picky, random
 
@@ -92,6 +93,17 @@ def top_k() -> Iterator[OpCase]:
     yield OpCase("top_k", "some-of-70001", (scores, PerSequence((20, 1, 40))))
     scores = Ragged([random(seed, 1, 2, size) for seed, size in enumerate((20_001, 1, 4100))])
     yield OpCase("top_k", "some-of-20001", (scores, PerSequence((700, 0, 4100))))
+
+
+def estimated_logits() -> Iterator[OpCase]:
+    """Rows of KV heads and of query heads; each sequence names as many."""
+    for sizes in SIZES:
+        each = [quantised_keys(random(seed, 1, 2, size, DIM)) for seed, size in enumerate(sizes)]
+        keys = KeyCodes(*(cast(Tensor, Ragged(parts)) for parts in zip(*each, strict=True)))
+        for lists in (2, 6):
+            rows = random(7, len(sizes), lists, 40).abs().mul(1000).long() % torch.tensor(sizes).view(-1, 1, 1)
+            q = random(5, len(sizes), 2, 3, DIM)
+            yield OpCase("estimated_logits", f"{len(sizes)}-of-each-{lists}", (q, keys, rows))
 
 
 def index() -> Iterator[OpCase]:
@@ -210,5 +222,8 @@ def _stored(seed: int, sizes: Sequence[int], groups: int) -> Ragged:
 
 @cache
 def ragged_cases() -> list[OpCase]:
-    groups = attention, attention_with_mean, pq_weights, pq_best, top_k, index, pages, channels, chosen, codes
+    groups = (
+        attention, attention_with_mean, pq_weights, pq_best, top_k, index, pages, channels, chosen, codes,
+        estimated_logits,
+    )  # fmt: skip
     return [case for group in groups for case in group()]

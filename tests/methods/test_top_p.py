@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from harness import Engine, attached
+from kernels import ops
 from kernels.dispatch import use_backend
 from methods.base import Budget, BudgetError, CacheState, Method
 from methods.full import Full
 from methods.layers import Layer
 from methods.oracle import Oracle
-from methods.parts.top_p import carrying
 from methods.pqcache import PQCache
 from methods.quest import Quest
 from methods.sparq import SparQ
@@ -51,7 +51,8 @@ def in_4_bits(key: Tensor) -> Tensor:
     return ((key - least.float()) / step.float()).round().clamp(0, 15) * step.float() + least.float()
 
 
-def test_a_share_is_carried_by_the_fewest_tokens_of_each_head() -> None:
+@pytest.mark.parametrize("backend", ops.carrying.targets)
+def test_a_share_is_carried_by_the_fewest_tokens_of_each_head(backend: str) -> None:
     """Against loops in fp64, with long tails, candidates that are missing, and equal weights."""
     draw = torch.Generator().manual_seed(0)
     for spread in (0.0, 1.0, 30.0):
@@ -65,10 +66,12 @@ def test_a_share_is_carried_by_the_fewest_tokens_of_each_head() -> None:
                 for place, token in enumerate(ranked):
                     left = math.fsum(weights[late] for late in ranked[place:])
                     wanted[b, c, token] |= mass == 1 or left > 1 - mass
-            assert torch.equal(carrying(logits, always, mass), wanted)
+            with use_backend(backend):
+                assert torch.equal(ops.carrying(logits, always, mass), wanted)
     nothing = torch.full((1, 1, 1), -torch.inf)
-    assert carrying(torch.zeros(1, 1, 1, 4), nothing, 0.5).tolist() == [[[True, True, False, False]]]
-    assert carrying(torch.tensor([[[[900.0, 60, -60]]]]), nothing, 1.0).all()
+    with use_backend(backend):
+        assert ops.carrying(torch.zeros(1, 1, 1, 4), nothing, 0.5).tolist() == [[[True, True, False, False]]]
+        assert ops.carrying(torch.tensor([[[[900.0, 60, -60]]]]), nothing, 1.0).all()
 
 
 @named

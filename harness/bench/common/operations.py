@@ -17,6 +17,7 @@ from kernels.block import DecoderBlock, Head, Linear
 from kernels.dispatch import REFERENCE
 from kernels.partial import Guess, NewPartial
 from kernels.reference import Segment
+from kernels.top_p import KeyCodes
 
 
 @cache
@@ -73,6 +74,10 @@ def _gather_rows(x: Tensor, rows: Tensor, *_: Any) -> int:
     return rows.numel() * x.shape[3] * x.element_size()
 
 
+def _estimated_logits(q: Tensor, keys: KeyCodes, rows: Tensor) -> int:
+    return sum(_gather_rows(x, rows) for x in keys)
+
+
 def _rebuild_keys(
     u: Tensor, basis: Tensor, chunks: Tensor, size: int, cos: Tensor, sin: Tensor
 ) -> int:
@@ -86,6 +91,7 @@ def _token_logits(x: Tensor, head: Head) -> int:
 
 _COUNTED: dict[str, Callable[..., int]] = {
     "decode_rows": _decoded,
+    "estimated_logits": _estimated_logits,
     "gather_rows": _gather_rows,
     "gather_tiers": _gather_rows,
     "partial_products": _partial_products,

@@ -1,5 +1,5 @@
-"""Estimates the weights of chosen tokens by keys in 4 bits, and says which tokens carry a share of
-them (Twilight, arXiv 2502.02770).
+"""Defines in plain torch the operations that estimate the weights of chosen tokens by keys in 4 bits,
+and say which tokens carry a share of them (Twilight, arXiv 2502.02770).
 
 A copy of the keys has an offset and a step for each token, as in the released code. The softmax goes
 over all that the step might read: candidates by their copies, and by exact keys the tokens that are
@@ -7,6 +7,8 @@ always read, such as sinks, window and answer. Where query heads share candidate
 needs is read for all, which is the paper's union over a group."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,23 +20,29 @@ BITS = 4
 RANGE_BYTES = 4  # offset and step of a key, in fp16
 
 
-def quantised_keys(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise each key to integers of 4 bits. keys [B G S D] -> packed codes [B G S D/2], and the
-    least number and the step of each, [B G S 2] (fp16)"""
+class KeyCodes(NamedTuple):
+    """Hold keys as integers of 4 bits. Sequences of different lengths have a `Ragged`, which holds a
+    tensor per sequence, instead of each tensor."""
+
+    codes: Tensor  # [B G S D/2] uint8, packed
+    ranges: Tensor  # [B G S 2] fp16, the least number of each key and its step
+
+
+def quantised_keys(keys: Tensor) -> KeyCodes:
+    """Quantise each key [B G S D] to integers of 4 bits."""
     codes, least, step, bad = quantise(keys, BITS)
     refuse(bad)
-    return pack(codes, BITS), torch.stack([least, step], -1)
+    return KeyCodes(pack(codes, BITS), torch.stack([least, step], -1))
 
 
-def estimated_logits(q: Tensor, codes: Tensor, ranges: Tensor, rows: Tensor) -> Tensor:
-    """Multiply queries with the quantised keys of chosen tokens. q [B G g D]; codes and ranges as
-    `quantised_keys` returns them; rows [B G|H K] -> [B G g K], or [B H 1 K] if each query head has
-    rows of its own (fp32)"""
+def estimated_logits(q: Tensor, keys: KeyCodes, rows: Tensor) -> Tensor:
+    """Multiply queries with the quantised keys of chosen tokens. q [B G g D]; rows [B G|H K] ->
+    [B G g K], or [B H 1 K] if each query head has rows of its own (fp32)"""
     of_group = rows.reshape(*q.shape[:2], -1)
-    packed, spans = (ops.gather_rows(x, of_group).view(*rows.shape, -1) for x in (codes, ranges))
+    packed, spans = (ops.gather_rows(x, of_group).view(*rows.shape, -1) for x in keys)
     least, step = spans.split(1, -1)
-    keys = dequantise(packed, least, step, BITS, torch.float32)
-    return q.float().reshape(*rows.shape[:2], -1, q.shape[3]) @ keys.mT
+    decoded = dequantise(packed, least, step, BITS, torch.float32)
+    return q.float().reshape(*rows.shape[:2], -1, q.shape[3]) @ decoded.mT
 
 
 def carrying(logits: Tensor, always: Tensor, mass: float) -> Tensor:
