@@ -51,6 +51,7 @@ put_rows = Op(
 row_scores = Op(
     "row_scores", triton="kernels.gpu.scores", cpu="kernels.cpu.scores", torch="kernels.reference"
 )
+row_scores_with_lse = Op("row_scores_with_lse", cpu="kernels.cpu.scores", torch="kernels.reference")
 row_weights = Op("row_weights", triton="kernels.gpu.scores", torch="kernels.reference")
 live_scores = Op("live_scores", triton="kernels.gpu.scores", torch="kernels.reference")
 add_received = Op("add_received", triton="kernels.gpu.scores", torch="kernels.reference")
@@ -87,6 +88,7 @@ group_margins = Op(
 estimated_logits = Op("estimated_logits", cpu="kernels.cpu.top_p", torch="kernels.top_p")
 carrying = Op("carrying", cpu="kernels.cpu.top_p", torch="kernels.top_p")
 top_k = Op("top_k", triton="kernels.gpu.top_k", cpu="kernels.cpu.choose", torch="kernels.reference")
+first_places = Op("first_places", cpu="kernels.cpu.choose", torch="kernels.reference")
 kmeans = Op("kmeans", triton="kernels.gpu.kmeans", cpu="kernels.cpu.kmeans", torch="kernels.kmeans")
 column_sums = Op(
     "column_sums",

@@ -270,6 +270,24 @@ def top_k(scores: Tensor, count: int) -> Tensor:
     return scores.topk(count, dim=-1, sorted=False).indices
 
 
+def first_places(rows: Tensor) -> Tensor:
+    """Return for each entry of rows [B G K] the index, in its head, of the first entry with the
+    same value: an entry that gets its own index is no repetition. Nothing waits for the device."""
+    ordered, order = rows.sort(dim=-1, stable=True)
+    again = torch.cat(
+        [torch.zeros_like(order[..., :1], dtype=torch.bool), ordered[..., 1:] == ordered[..., :-1]],
+        -1,
+    )
+    begins = (
+        torch.arange(rows.shape[-1], device=rows.device)
+        .expand_as(order)
+        .masked_fill(again, 0)
+        .cummax(-1)
+        .values
+    )
+    return torch.empty_like(order).scatter_(-1, order, order.gather(-1, begins))
+
+
 @by_sequence
 def row_scores(q: Tensor, x: Tensor) -> Tensor:
     """Multiply the g query heads of each group (those that share a KV head) with every row of an
@@ -279,6 +297,14 @@ def row_scores(q: Tensor, x: Tensor) -> Tensor:
     channels that are missing, and the memory after its rows must contain finite numbers, because
     backends read it."""
     return q[..., : x.shape[3]].float() @ x.float().transpose(-1, -2)
+
+
+def row_scores_with_lse(q: Tensor, x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Multiply the query heads of each group with every row, as `row_scores` does, and return besides
+    the log-sum-exp of each head's scaled scores. q [B G g C], x [B G S C] -> [B G g S] (fp32), and
+    numbers whose log-sum-exp is that of a head, [B G g n], where n is left to the backend"""
+    scores = ops.row_scores(q, x)
+    return scores, (scores * scale).logsumexp(-1, keepdim=True)
 
 
 def live_scores(q: Tensor, x: Tensor | Ragged, live: Tensor) -> tuple[Tensor | Ragged, Tensor]:

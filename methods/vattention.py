@@ -36,10 +36,7 @@ from kernels import ops
 from kernels.reference import Segment
 from methods.abilities.kept_codec import KeptCodec
 from methods.base import Cost, LayerWorkload, Plan
-from methods.base.pieces import pieces
-from methods.base.state import queues
 from methods.layers import Select
-from methods.layers.indices import first_places
 from methods.layers.layer import PolicyMethod
 from methods.layers.weights import ChoiceWeights, always_lse
 from methods.parts import costs
@@ -66,70 +63,41 @@ class VAttentionRead(Select, capturable=True):
         """Return the top tokens and the draws of each choosing head, [B H|G top]; a token that was
         drawn again has no weight, and the first draw stands for all."""
         keys = self.middle().k if self.keys is None else self.keys
-        groups, among, heavy = self.spec.num_kv_heads, keys.shape[2], self.method.top_of(top)
-        grouped = q.view(q.shape[0], groups, self.spec.group, -1)
+        among, heavy = keys.shape[2], self.method.top_of(top)
+        grouped = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
+        logits, lses = ops.row_scores_with_lse(grouped, keys, self.spec.scale)
         always = always_lse(self.always_read(), grouped, self.spec)
+        lse = torch.logaddexp(always, lses.logsumexp(-1)).unsqueeze(3)  # of the whole softmax
+        if (
+            self.method.select_per == "query_head"
+        ):  # one head alone, whose logits have the order of its weights
+            logits, always, lse = (x.flatten(1, 2).unsqueeze(2) for x in (logits, always, lse))
+            best = ops.top_k(logits.squeeze(2), heavy)
+        else:
+            best = ops.top_k(torch.add(-lse, logits, alpha=self.spec.scale).exp_().sum(2), heavy)
         drawn = self._draws(top - heavy, among)
-        # on a CPU, one KV head of many tokens after the other, whose weights then stay in its cache
-        one_by_one = among >= _LONG and not (
-            self.cache.counters.running or queues(self.request.device)
-        )
-        parts = (
-            self._weighed(grouped[:, part], keys[:, part], always[:, part], drawn[part], heavy)
-            for part in pieces(groups, at_once=1 if one_by_one else groups)
-        )
-        best, known, terms, exact = (
-            torch.cat(x, 1) if one_by_one else x[0] for x in zip(*parts, strict=True)
-        )
-        drawn = drawn.repeat_interleave(best.shape[1] // groups, 0).expand(len(q), -1, -1)
+        drawn = drawn.repeat_interleave(best.shape[1] // len(drawn), 0).expand(len(q), -1, -1)
+        rows = torch.cat([best, drawn], -1)
+        logits = logits.gather(3, rows.unsqueeze(2).expand(*logits.shape[:3], -1))
+        weights = (logits * self.spec.scale - lse).exp()  # [B h g K]
+        first = ops.first_places(rows)[..., heavy:] - heavy
+        exact = first < 0  # a top token was drawn
+        known = (always.unsqueeze(3) - lse).exp().squeeze(3) + weights[..., :heavy].sum(-1)
+        terms = weights[..., heavy:].masked_fill(exact.unsqueeze(2), 0)
         wanted = self.method.sample_size(terms, known, among).amax(2, keepdim=True)
         size = wanted.clamp(max=top - heavy)
         self.cache.traffic.samples += wanted.numel()
         self.cache.traffic.tally("capped", (wanted > size).sum())
         place = torch.arange(top - heavy, device=q.device)
         counts = (place < size) & ~exact
-        first = first_places(torch.where(counts, drawn, -1))
-        times = torch.zeros(drawn.shape, device=q.device).scatter_add_(2, first, counts.float())
+        times = torch.zeros(drawn.shape, device=q.device)
+        times.scatter_add_(2, first.clamp(min=0), counts.float())
         added = (
             (times * (among / size)).log().masked_fill(~counts | (first != place), float("-inf"))
         )
         assert self.weights is not None
         self.weights.log_weights = torch.cat([added.new_zeros(best.shape), added], -1)
-        return torch.cat([best, drawn], -1)
-
-    def _weighed(
-        self, grouped: Tensor, keys: Tensor, always: Tensor, drawn: Tensor, heavy: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return of some KV heads, for each of the h heads of theirs that choose for g query heads:
-        the `heavy` tokens with the largest weights, [B h heavy]; the weight of these and of all
-        that is always read, [B h g]; the weights of the tokens that were drawn, [B h g n], which
-        are 0 for those among the top tokens; and which these are, [B h n]. grouped [B G g D], keys
-        [B G M D], always [B G g], drawn [G n]"""
-        logits = ops.row_scores(grouped, keys)
-        # the softmax over the middle tokens alone, [B G g M]
-        weights = ops.group_weights(logits.flatten(1, 2).unsqueeze(2), self.spec.scale, "sum")
-        weights = weights.view_as(logits)
-        # its log-sum-exp follows from any token's logit and weight, best from the largest
-        first = ops.top_k(weights, 1)
-        middle = logits.gather(3, first) * self.spec.scale - weights.gather(3, first).log()
-        lse = torch.logaddexp(always.unsqueeze(3), middle)  # [B G g 1]
-        always, share = (always.unsqueeze(3) - lse).exp(), (middle - lse).exp()
-        if self.method.select_per == "query_head":
-            always, share, weights = (
-                x.flatten(1, 2).unsqueeze(2) for x in (always, share, weights)
-            )
-        alone = weights.shape[2] == 1  # a factor of all its weights changes no order
-        best = ops.top_k(weights.squeeze(2) if alone else (weights * share).sum(2), heavy)
-
-        def weights_of(rows: Tensor) -> Tensor:
-            index = rows.unsqueeze(2).expand(*weights.shape[:3], -1)
-            return weights.gather(3, index) * share
-
-        known = always.squeeze(3) + weights_of(best).sum(-1)
-        drawn = drawn.repeat_interleave(best.shape[1] // len(drawn), 0).expand(len(best), -1, -1)
-        chosen = torch.zeros_like(weights[:, :, 0], dtype=torch.bool).scatter_(2, best, True)
-        exact = chosen.gather(2, drawn)
-        return best, known, weights_of(drawn).masked_fill(exact.unsqueeze(2), 0), exact
+        return rows
 
     def _draws(self, count: int, among: int) -> Tensor:
         """Draw `count` numbers below `among` for each KV head, uniform with replacement, [G count].

@@ -200,6 +200,13 @@ def _scores(x: Inputs) -> Iterator[OpCase]:
     yield _case(
         "row_scores", f"ShadowKV, {x.tokens // CHUNK} of {dim}", q=x.grouped(dim), x=landmarks
     )
+    yield _case(
+        "row_scores_with_lse",
+        f"vAttention, {x.tokens} of {dim}",
+        q=x.grouped(dim),
+        x=x.kv[0],
+        scale=x.scale,
+    )
     by_page = x.random(1, groups, x.tokens // PAGE, 2 * dim)
     yield _case(
         "page_scores", f"Quest, {x.tokens // PAGE} of {2 * dim}", q=x.grouped(dim), bounds=by_page
@@ -294,6 +301,8 @@ def _scores(x: Inputs) -> Iterator[OpCase]:
     )
     logits = x.random(1, x.shape.heads, 1, x.budget, dtype=torch.float32)
     yield _case("carrying", f"mass, {x.budget}", logits=logits, always=logits.amax(-1), mass=0.9)
+    rows = x.rows(x.shape.heads, x.tokens, x.budget)
+    yield _case("first_places", f"vAttention, {x.budget} of {x.tokens}", rows=rows)
     for size in (1, CHUNK, PAGE):
         best, among = x.budget // size, x.tokens // size
         yield _case(

@@ -29,7 +29,8 @@ METHOD = "method"
 # gathered for the operation, the index is read once.
 INDEX_BYTES: dict[str, Callable[..., int]] = {
     **dict.fromkeys(
-        ("row_scores", "row_weights", "page_scores", "live_scores"), lambda q, x, *_: int(x.nbytes)
+        ("row_scores", "row_scores_with_lse", "row_weights", "page_scores", "live_scores"),
+        lambda q, x, *_: int(x.nbytes),
     ),
     **dict.fromkeys(
         ("channel_weights", "channel_sums"),

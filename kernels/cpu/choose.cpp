@@ -169,7 +169,27 @@ void largest_of(const float* x, int64_t count, int64_t k, int64_t* out) {
     for (int64_t i = 0; i < k; i++) out[i] = chosen[i];
 }
 
+// Finds for each of x[count] the place of the first that equals it, by a table of places.
+void first_of_equals(const int64_t* x, int64_t count, int64_t* out) {
+    static thread_local std::vector<int32_t> table;
+    int bits = 1;
+    while (1ll << bits < 2 * count) bits++;
+    table.assign(1ll << bits, -1);
+    for (int64_t i = 0; i < count; i++) {
+        uint64_t at = (uint64_t)x[i] * 0x9E3779B97F4A7C15u >> (64 - bits);
+        while (table[at] >= 0 && x[table[at]] != x[i]) at = (at + 1) & (table.size() - 1);
+        if (table[at] < 0) table[at] = i;
+        out[i] = table[at];
+    }
+}
+
 }  // namespace
+
+EXPORT void first_places(const FirstPlaces& call) {
+    each_task(call.lists, call.lists * call.count > 4096, [&](int64_t list) {
+        first_of_equals(call.rows + list * call.count, call.count, call.out + list * call.count);
+    });
+}
 
 EXPORT void group_weights(const GroupWeights& call) {
     float scale = (float)call.scale * (float)M_LOG2E;

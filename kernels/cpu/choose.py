@@ -50,11 +50,20 @@ class TopK(Struct):
     stride = integer(0)
 
 
+class FirstPlaces(Struct):
+    """Describe a call of the compiled function that finds the first entry with the same value."""
+
+    rows = int64s("lists * count")
+    out = int64s("lists * count", written=True)
+    lists = count = integer()
+
+
 _library = load(
     "choose",
     Function("group_weights", GroupWeights),
     Function("group_margins", GroupMargins),
     Function("top_k", TopK),
+    Function("first_places", FirstPlaces),
 )
 
 
@@ -119,6 +128,18 @@ def top_k_refuses(scores: Tensor | Ragged, count: int | PerSequence) -> str | No
     return _unfit(scores) or (
         "leaves a count beyond the row to torch" if too_few(scores, count) else None
     )
+
+
+def first_places(rows: Tensor) -> Tensor:
+    out = torch.empty(rows.shape, dtype=torch.int64)
+    if rows.numel():
+        lists, count = rows.shape[:2].numel(), rows.shape[2]
+        _library.first_places(rows=rows.long().contiguous(), out=out, lists=lists, count=count)
+    return out
+
+
+def first_places_refuses(rows: Tensor) -> str | None:
+    return f"takes rows on the CPU, got {rows.device}" if rows.is_cuda else None
 
 
 def _evenly_spaced(x: Tensor) -> bool:

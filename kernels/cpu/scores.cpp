@@ -6,21 +6,37 @@ namespace {
 
 using Rows = RowScores;
 
-constexpr int64_t CHUNK = 1024;  // rows per task
 // Rows follow each other, which the processor finds out: it reads them a sixth faster if nothing else asks for them.
 constexpr Pass NO_FETCH{0, TOKENS + 1, nullptr};
+
+// Returns the log-sum-exp of x[count] times `scale`.
+float log_sum_exp(const float* x, int64_t count, float scale) {
+    scale *= (float)M_LOG2E;
+    f32 best = splat(-INFINITY), total = {};
+    f32 last = splat(-INFINITY);
+    const int64_t whole = count / LANES * LANES;
+    std::memcpy(&last, x + whole, (count - whole) * sizeof *x);
+    auto over = [&](auto f) {
+        for (int64_t at = 0; at < whole; at += LANES) f(load<f32>(x + at));
+        f(last);
+    };
+    over([&](f32 part) { best = maximum(best, part); });
+    const float top = largest(best) * scale;
+    over([&](f32 part) { total += exp2(part * scale - top); });
+    return (top + std::log2(sum(total))) * (float)M_LN2;
+}
 
 // Multiplies every query of a group with every row of x [B G S C].
 template <class T, int L, bool PART>
 void products(const typename T::Element* q, const Rows& in, float* out) {
-    int64_t chunks = (in.count + CHUNK - 1) / CHUNK, pairs = in.batch * in.groups;
+    int64_t chunks = (in.count + in.part - 1) / in.part, pairs = in.batch * in.groups;
     int rest = in.row_bytes - (L - 1) * LINE;
     each_task(pairs * chunks, pairs * in.count > 2048, [&](int64_t task) {
-        int64_t pair = task / chunks, first = task % chunks * CHUNK;
+        int64_t pair = task / chunks, first = task % chunks * in.part;
         int64_t sequence = pair / in.groups, count = in.counts ? in.counts[sequence] : in.count;
         HeadRows index(in.x, in.x_batch, in.x_group, in.x_row, in.table, sequence, pair % in.groups);
         const auto* queries = q + pair * in.heads * L * T::WIDTH;
-        for (int64_t at = first; at < std::min(first + CHUNK, count); at += TOKENS) {
+        for (int64_t at = first; at < std::min(first + in.part, count); at += TOKENS) {
             const char* rows[TOKENS];
             for (int t = 0; t < TOKENS; t++) rows[t] = index[std::min(at + t, count - 1)];
             auto multiply = [&](float* logits, int64_t stride) {
@@ -38,6 +54,11 @@ void products(const typename T::Element* q, const Rows& in, float* out) {
                 for (int64_t h = 0; h < in.heads; h++)
                     std::copy_n(&last[h * TOKENS], count - at, to + h * in.count);
             }
+        }
+        for (int64_t h = 0; in.lses && h < in.heads; h++) {
+            const float* scores = out + (pair * in.heads + h) * in.count + first;
+            in.lses[(pair * in.heads + h) * chunks + task % chunks] =
+                log_sum_exp(scores, std::min(in.part, count - first), (float)in.scale);
         }
     });
 }

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.cpu.ffi.bindings import Function, Struct, elements, floats, int64s, integer
+from kernels.cpu.ffi.bindings import Function, Struct, elements, floats, int64s, integer, real
 from kernels.cpu.ffi.library import load
 from kernels.pages import by_sign
 from kernels.ragged import Ragged, counts_of, first_of, table_of, with_sizes
@@ -23,32 +23,66 @@ class RowScores(Struct):
     table = int64s("batch * 3", optional=True)
     counts = int64s("batch", optional=True)  # of each sequence, instead of `count`
     out = floats("batch * groups * heads * count", written=True)
+    # the log-sum-exps of the scaled products of each part's rows
+    lses = floats(
+        "batch * groups * heads * ((count + part - 1) // part)", written=True, optional=True
+    )
     batch = groups = heads = width = count = row_bytes = integer()
+    part = integer()  # rows of a part
+    scale = real()
 
 
 _library = load("scores", Function("row_scores", RowScores))
 
 _LINES = (1, 2, 3, 4, 6, 8, 16)  # row sizes that the library is built for, in cache lines
+_PART = 1024  # rows whose log-sum-exp is computed together
 _BYTES = {torch.float32: 4, torch.bfloat16: 2}
 
 
 def row_scores(q: Tensor, x: Tensor | Ragged) -> Tensor | Ragged:
     """Multiply the g query heads of each group (those that share a KV head) with every row of an
     index, as kernels/reference.py defines it. q [B G g C], x [B G S C] -> [B G g S]"""
+    return with_sizes(_scores(q, x)[0], x, 3)
+
+
+def _scores(
+    q: Tensor, x: Tensor | Ragged, scale: float | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return what `row_scores` does, padded, and if `scale` is given, the log-sum-exps of parts."""
     batch, groups, heads, width = q.shape
     count, size = x.shape[2], x.dtype.itemsize
+    lses = (
+        None
+        if scale is None
+        else q.new_empty((batch, groups, heads, -(-count // _PART)), dtype=torch.float32)
+    )
     out = q.new_empty((batch, groups, heads, count), dtype=torch.float32)
     q = q.contiguous() if width * size % 64 == 0 else pad(q, (0, -width % (64 // size)))
     if count:
         _library.row_scores(
             q=q, x=first_of(x), table=table_of(x), counts=counts_of(x, q.device), out=out, batch=batch,
-            groups=groups, heads=heads, width=q.shape[3], count=count, row_bytes=width * size,
+            groups=groups, heads=heads, width=q.shape[3], count=count, row_bytes=width * size, lses=lses,
+            part=_PART, scale=scale or 1.0,
         )  # fmt: skip
-    return with_sizes(out, x, 3)
+    return out, lses
 
 
 def row_scores_refuses(q: Tensor, x: Tensor | Ragged) -> str | None:
     return _unfit(q, first_of(x), q.shape[3])
+
+
+def row_scores_with_lse(q: Tensor, x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Compute what `row_scores` does, and the log-sum-exp of the scaled scores of each part of the rows,
+    as kernels/reference.py defines it. -> [B G g S], [B G g n]"""
+    scores, lses = _scores(q, x, scale)
+    assert lses is not None
+    return scores, lses
+
+
+def row_scores_with_lse_refuses(q: Tensor, x: Tensor, scale: float) -> str | None:
+    if isinstance(x, Ragged) or not x.shape[2]:
+        return "takes rows of sequences of one length"
+    return row_scores_refuses(q, x)
 
 
 def page_scores(q: Tensor, bounds: Tensor | Ragged) -> Tensor | Ragged:

@@ -18,7 +18,7 @@ from kernels.cpu.ffi.bindings import (
     real,
 )
 from kernels.cpu.ffi.library import load
-from kernels.ragged import Ragged, first_of
+from kernels.ragged import first_of, table_of
 from kernels.top_p import KeyCodes
 
 
@@ -61,12 +61,11 @@ def estimated_logits(q: Tensor, keys: KeyCodes, rows: Tensor) -> Tensor:
     out = q.new_empty((batch, lists, groups * heads // lists, count), dtype=torch.float32)
     lanes = _WIDTHS[q.dtype]
     width = next(lines for lines in _LINES if lines * lanes >= dim) * lanes
-    tables = (x.table if isinstance(x, Ragged) else None for x in keys)
     if count:
         _library.estimated_logits(
             q=pad(q, (0, width - dim)).contiguous(), codes=first_of(keys.codes), ranges=first_of(keys.ranges),
-            codes_table=next(tables), ranges_table=next(tables), rows=rows.long().contiguous(), out=out, batch=batch,
-            groups=groups, heads=heads, lists=lists // groups, count=count, dim=dim, width=width,
+            codes_table=table_of(keys.codes), ranges_table=table_of(keys.ranges), rows=rows.long().contiguous(),
+            out=out, batch=batch, groups=groups, heads=heads, lists=lists // groups, count=count, dim=dim, width=width,
         )  # fmt: skip
     return out
 

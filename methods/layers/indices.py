@@ -47,24 +47,6 @@ def union_per_kv_head(rows: Tensor, groups: int, stored: int) -> Tensor:
     return union.masked_fill(union == stored, -1)
 
 
-def first_places(rows: Tensor) -> Tensor:
-    """Return for each entry of rows [B G K] the index, in its head, of the first entry with the
-    same value: an entry that gets its own index is no repetition. Nothing waits for the device."""
-    ordered, order = rows.sort(dim=-1, stable=True)
-    again = torch.cat(
-        [torch.zeros_like(order[..., :1], dtype=torch.bool), ordered[..., 1:] == ordered[..., :-1]],
-        -1,
-    )
-    begins = (
-        torch.arange(rows.shape[-1], device=rows.device)
-        .expand_as(order)
-        .masked_fill(again, 0)
-        .cummax(-1)
-        .values
-    )
-    return torch.empty_like(order).scatter_(-1, order, order.gather(-1, begins))
-
-
 def ends(x: Tensor, first: int, last: int, dim: int = -1) -> Tensor:
     """Join the `first` first and the `last` last entries of x in dimension `dim`."""
     size = x.shape[dim]

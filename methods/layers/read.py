@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kernels import ops
 from kernels.ragged import Ragged, filled
 from kernels.reference import Segment, without_missing
 from kernels.step_inputs import to_device
 from methods.base import Attended, AttnInput, Plan, Reading, over_steps
-from methods.layers.indices import first_places, union_per_kv_head
+from methods.layers.indices import union_per_kv_head
 from methods.layers.policy import Policy
 from methods.layers.returned import ReturnedError
 from methods.layers.weights import ChoiceWeights
@@ -133,7 +134,7 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         if unread is not None:
             chosen = chosen.masked_fill(unread, -1)
         together = chosen.reshape(len(chosen), groups, -1)
-        first = first_places(together)
+        first = ops.first_places(together)
         unread = torch.where((first == every) & (together >= 0), -1, 0)
         return (
             far.gather(together.clamp(min=0), unread)

@@ -381,7 +381,7 @@ def channel_weights() -> Iterator[OpCase]:
 
 
 def joined_parts(sums: Tensor | Ragged, lses: Tensor) -> tuple[Tensor | Ragged, Tensor]:
-    """Return what `channel_sums` gave with its log-sum-exps joined, whose parts are left to backends."""
+    """Return sums or scores with their log-sum-exps joined, whose parts are left to backends."""
     return sums, lses.logsumexp(-1)
 
 
@@ -445,11 +445,24 @@ def comparable(op: str, result: Any) -> Any:
     """Return what an operation gave without what is left to backends."""
     if op == "pick_channels":
         return by_channel(*result)
-    if op == "channel_sums":
+    if op in ("channel_sums", "row_scores_with_lse"):
         return joined_parts(*result)
     if op == "carrying":
         return result.float()
     return highest(result) if op == "live_scores" else result
+
+
+def row_scores_with_lse() -> Iterator[OpCase]:
+    """Of parts and of whole ones."""
+    for group, count, width in ((1, 1, 16), (3, 65, 96), (4, 1024, 64), (8, 2090, 32)):
+        q, x = random(1, 2, 2, group, width), stored(2, 2, 2, count, width)
+        yield OpCase("row_scores_with_lse", f"g{group}-{count}", (q, x, 0.3))
+
+
+def first_places() -> Iterator[OpCase]:
+    for among, count in ((1, 1), (50, 90), (3000, 2100)):
+        rows = torch.randint(-1, among, (2, 3, count), generator=draw(5))
+        yield OpCase("first_places", f"{count}-of-{among}", (rows,))
 
 
 def estimated_logits() -> Iterator[OpCase]:
@@ -526,6 +539,6 @@ def cases() -> list[OpCase]:
         gather_rows, gather_tiers, row_scores, row_weights, page_scores, token_rows, pick_channels, live_scores,
         partial_products, rotate, rotate_to, channel_sums, channel_weights, group_weights, group_margins, pq_weights,
         pq_weights_far, pq_best, top_k, rebuild_keys, last_alike,
-        estimated_logits, carrying,
+        row_scores_with_lse, first_places, estimated_logits, carrying,
     )  # fmt: skip
     return [case for group in groups for case in group()]
