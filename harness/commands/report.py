@@ -144,7 +144,7 @@ def _figure(tables: Sequence[Comparison], options: Namespace) -> str:
     choice = _choice(options)
     look = checked(figures.Look, choice.figure, f"{options.paper}: figure")
     chosen = choose(tables, choice, options.config_dir)
-    figure, caption = kinds.of_paper(options.figure, chosen, look)
+    figure, caption = kinds.of_paper(options.figure, chosen, look, choice.names)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     figures.save(figure, options.out)
     return visible(caption)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from math import ceil
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from matplotlib import rc_context, rc_params_from_file, rcParams
 from matplotlib.artist import Artist
@@ -25,7 +25,7 @@ STYLE = Path(__file__).with_name("paper.mplstyle")
 _style = rc_params_from_file(STYLE, use_default_template=False)
 INK, SOFT = (_style[key] for key in ("text.color", "axes.edgecolor"))
 COLOURS: list[str] = _style["axes.prop_cycle"].by_key()["color"]
-CostName = Literal["read", "held", "moved", "time"]
+CostName = Literal["read", "held", "kv_device", "moved", "ttft", "tpot"]
 FORMATS = (".pdf", ".svg", ".png")
 WIDTHS = {"single": 3.3, "double": 7.0}  # inches: of a paper's column, and of its page
 SMALLEST = 7  # points of type
@@ -47,7 +47,8 @@ class Look:
     # what stands side by side if there are several of both
     panels: Literal["task", "model"] = "task"
     columns: int | None = None  # panels in a row; null: as many as fit
-    costs: Sequence[CostName] = get_args(CostName)  # that scores are drawn against
+    costs: Sequence[CostName] = ("read", "held", "moved", "tpot")  # that scores are drawn against
+    groups: Sequence[str] = ()  # parts of the tasks' groups, each of which has panels of its own
 
     def __post_init__(self) -> None:
         for name, least in (("width", 1), ("height", 1), ("font", SMALLEST), ("columns", 1)):
@@ -93,6 +94,12 @@ class Panels(NamedTuple):
         for place, axes in enumerate(self.axes):
             axes.set_ylabel(up if place % self.columns == 0 else "")
             axes.set_xlabel(across if place + self.columns >= len(self.axes) else "")
+
+    def share_names(self) -> None:
+        """Leave the names of ticks to the panels at the left, and to those with none below them."""
+        for place, axes in enumerate(self.axes):
+            is_lowest = place + self.columns >= len(self.axes)
+            axes.tick_params(labelleft=place % self.columns == 0, labelbottom=is_lowest)
 
 
 @contextmanager

@@ -130,8 +130,8 @@ def needles(tables: Sequence[Comparison], look: Look) -> Drawn:
         axes.grid(visible=False)
         axes.spines[:].set_visible(False)
         axes.set_title(drawn.fill(heading))
-        if len(names) == 1:
-            axes.label_outer()
+    if len(names) == 1:
+        drawn.share_names()
     depth = "depth of the needle (%)"
     drawn.figure.supxlabel(depth if by_run else "prompt (tokens)")
     drawn.figure.supylabel("" if by_run else depth)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
+from harness.config.plugins import suggestion
 from harness.reports.choice import Chosen
-from harness.reports.compare import Comparison
+from harness.reports.compare import PERPLEXITY, Comparison, ReportRow, corrected
+from harness.reports.paper.columns import in_part
 from harness.reports.pictures import along, differences, heatmap, lengths, scores
 from harness.reports.pictures.figures import Drawn, Look, styled
+from harness.results.summary import summary_of
 
 MOST = 100  # rows of a table in a figure; a taller one is slow to draw and shown nowhere
 PAGE = Look(width=None)
@@ -35,28 +40,48 @@ KINDS = {
 }
 
 
-def of_paper(kind: str, chosen: Sequence[Chosen], look: Look) -> Drawn:
-    """Return a figure of the chosen runs. Panels are headed by what tells them apart: task, model, or
-    both. Raise `ValueError` if the runs have nothing to draw."""
-    rows = [replace(one.row, label=one.method, printed=one.budget) for one in chosen]
-    places = [(one.model, "" if KINDS[kind].by_model else one.task) for one in chosen]
-    models, tasks = (list(dict.fromkeys(words)) for words in zip(*places, strict=True))
-    several = len(models) > 1, len(tasks) > 1
-    order = sorted(
-        dict.fromkeys(places),
-        key=lambda place: (models.index(place[0]), tasks.index(place[1]))[
-            :: 1 if look.panels == "task" else -1
-        ],
-    )
+def of_paper(
+    kind: str, chosen: Sequence[Chosen], look: Look, names: Mapping[str, str] | None = None
+) -> Drawn:
+    """Return a figure of the chosen runs. Panels are headed by what tells them apart of group, task
+    and model; `names`: what is printed in place of a group. Raise `ValueError` if the runs have
+    nothing to draw."""
+    rows: dict[tuple[str, str, str], list[ReportRow]] = defaultdict(list)
+    for one, group in product(chosen, look.groups or [""]):
+        row = replace(one.row, label=one.method, printed=one.budget)
+        if part := _part(row, group) if group else row:
+            rows[one.model, "" if KINDS[kind].by_model else one.task, group].append(part)
+    if missing := [group for group in look.groups if group not in {place[2] for place in rows}]:
+        there = {record.group for one in chosen for record in one.row.run.records}
+        known = there | {part for group in there for part in group.split("/")}
+        raise ValueError(f"groups: {missing[0]} is in no run{suggestion(missing[0], known)}")
+    words = [list(dict.fromkeys(some)) for some in zip(*rows, strict=True)]
+    side = slice(None, None, 1 if look.panels == "task" else -1)
     tables = []
-    for place in order:
-        words = [word for word, named in zip(place, several, strict=True) if named]
-        entries = [row for row, its in zip(rows, places, strict=True) if its == place]
-        metric = chosen[places.index(place)].table.metric
-        tables.append(Comparison(", ".join(reversed(words)), metric, entries))
+    for place in sorted(rows, key=lambda place: [*map(list.index, words, place)][side]):
+        model, task, group = (
+            word if len(some) > 1 else "" for word, some in zip(place, words, strict=True)
+        )
+        heading = ", ".join(filter(None, [(names or {}).get(group, group), task, model]))
+        metric = next(one.table.metric for one in chosen if one.task == place[1] or not place[1])
+        entries = rows[place]
+        if look.groups:
+            entries = corrected(entries, has_scores=metric != PERPLEXITY)
+        tables.append(Comparison(heading, metric, entries))
     if reason := KINDS[kind].lacks(tables, look):
         raise ValueError(f"--figure {kind}: {reason}.")
     return _drawn(kind, tables, look)
+
+
+def _part(row: ReportRow, group: str) -> ReportRow | None:
+    """Return the row of the examples in the groups that have this part; None if it has none."""
+    run, full = (
+        one and replace(one, records=[r for r in one.records if in_part(r.group, group)])
+        for one in (row.run, row.full)
+    )
+    if not run or not run.records:
+        return None
+    return replace(row, run=run, full=full, summary=summary_of(run, full))
 
 
 def of_page(table: Comparison) -> Iterator[tuple[str, Drawn]]:

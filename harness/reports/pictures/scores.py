@@ -21,7 +21,7 @@ from harness.reports.pictures.beside import write_beside
 from harness.reports.pictures.figures import CostName, Drawn, Look, Panels
 from harness.reports.pictures.lines import FULL_STYLE, Styles, handles, is_full, styles
 from harness.results.fact import total
-from methods.tiers.tier import TIERS, bytes_key
+from methods.tiers.tier import DEVICE, TIERS, bytes_key
 
 SHARES = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 BAR = 2  # points: the width of an interval
@@ -71,13 +71,26 @@ COSTS: dict[CostName, Cost] = {
         lambda row: total([row["memory"].get(bytes_key(tier)) for tier in TIERS]),
         2**-20,
     ),
+    "kv_device": Cost(
+        "on the device (MiB)",
+        "largest sum of keys, values and indices held on the device",
+        lambda row: row["memory"][bytes_key(DEVICE)],
+        2**-20,
+    ),
     "moved": Cost(
         "moved per step (MiB)",
         "mean of the bytes that a step moves between tiers",
         lambda row: row["memory"]["moved_bytes_per_step"],
         2**-20,
     ),
-    "time": Cost(
+    "ttft": Cost(
+        "first token (ms)",
+        "median time to the first token",
+        lambda row: row["ttft_s"]["p50"],
+        1000,
+        needs_full=True,
+    ),
+    "tpot": Cost(
         "time per token (ms)",
         "median time per output token",
         lambda row: row["tpot_s"]["p50"],

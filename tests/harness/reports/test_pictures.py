@@ -60,7 +60,8 @@ def tables_of(root: Path) -> list[Comparison]:
 
 
 def draw(kind: str, root: Path, look: Look = COLUMN, **choice: Any) -> Figure:
-    return kinds.of_paper(kind, choose(tables_of(root), Choice(**choice)), look).figure
+    known = Choice(**choice)
+    return kinds.of_paper(kind, choose(tables_of(root), known), look, known.names).figure
 
 
 def rows(axes: Axes) -> list[str]:
@@ -72,7 +73,7 @@ def legend(figure: Figure) -> list[str]:
     return [text.get_text() for text in found.texts]
 
 
-def lines(axes: Axes) -> list[tuple[tuple[str, str], tuple[list[float], list[float]]]]:
+def lines_of(axes: Axes) -> list[tuple[tuple[str, str], tuple[list[float], list[float]]]]:
     """Colour and mark of each joined line, and its points."""
     return [
         ((str(line.get_color()), str(line.get_marker())), (list(line.get_xdata()), list(line.get_ydata())))
@@ -152,7 +153,7 @@ def test_budgets_at_points_cover_no_point(kind: str, drawn: dict[str, Figure]) -
     for axes in drawn[kind].axes:
         names = [text for text in axes.texts if isinstance(text, Annotation)]
         assert {"10%", "20%", "40%"} == {name.get_text() for name in names}
-        points = [xy for _, points in lines(axes) for xy in axes.transData.transform(np.transpose(points))]
+        points = [xy for _, points in lines_of(axes) for xy in axes.transData.transform(np.transpose(points))]
         for name in names:
             assert not any(name.get_window_extent().contains(*point) for point in points)
 
@@ -176,6 +177,19 @@ def test_points_that_meet_share_a_name_and_what_has_no_room_is_counted() -> None
         assert [text.get_text() for text in axes.texts] == ["10%, 20%", "5%"]
         assert [to_rgb(text.get_color()) for text in axes.texts] == [(beside.SHADE, 0, 0), to_rgb(figures.INK)]
         assert beside.write_beside(panel(1), [((0.5, 0.5), "a name that is far too long", "red")], 7) == 1
+
+
+def test_names_of_ticks_that_would_meet_are_left_out() -> None:
+    with figures.styled():
+        figure, [axes], *_ = figures.panels(1, Look(width=2))
+        axes.set_xticks(range(16), [str(2**n) for n in range(16)])
+        figure.draw_without_rendering()
+        figures.spaced(axes)
+        shown = [label for label in axes.get_xticklabels() if label.get_visible()]
+        boxes = [label.get_window_extent() for label in shown]
+    assert 4 < len(shown) < 16
+    assert shown[0].get_text() == "1"
+    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
 
 
 @pytest.mark.parametrize("suffix", figures.FORMATS)
@@ -220,6 +234,8 @@ def test_size_and_type_are_those_asked_for(look: dict[str, Any], size: Any, smal
     figure = draw("budget", runs, Look(**look))
     assert tuple(figure.get_size_inches())[: np.size(size)] == (size if isinstance(size, tuple) else (size,))
     assert min(text.get_fontsize() for text in visible(figure)) == small
+    if "height" not in look:  # what is drawn is two thirds as high as wide, whatever its labels need
+        assert figure.axes[0].bbox.height / figure.dpi == pytest.approx(figure.get_size_inches()[0] * 2 / 3, rel=0.01)
 
 
 def test_a_choice_gives_rows_names_and_order(runs: Path) -> None:
@@ -229,7 +245,7 @@ def test_a_choice_gives_rows_names_and_order(runs: Path) -> None:
     assert rows(figure.axes[0]) == ["ours 1/10", "ours 20%"]  # best first, from below
     figure = draw("budget", runs, methods=["quest", "h2o", "full"], names={"h2o": "H$_2$O"})
     assert legend(figure) == ["Full", "Quest", "H$_2$O"]
-    assert lines(figure.axes[0])[0][0][0] == figures.COLOURS[0]
+    assert lines_of(figure.axes[0])[0][0][0] == figures.COLOURS[0]
 
 
 @pytest.mark.parametrize(("side", "headings"), [("task", "ABab"), ("model", "AaBb")])
@@ -253,6 +269,20 @@ def test_panels_stand_by_task_or_by_model(side: Any, headings: str, tmp_path: Pa
     assert len(draw("budget", tmp_path, Look(panels=side), models=["small"]).axes) == 2
     one = draw("length", tmp_path, models=["small", "large"])  # of all tasks of a model
     assert [axes.get_title() for axes in one.axes] == ["small", "large"]
+
+
+def test_groups_have_panels_of_their_own(tmp_path: Path) -> None:
+    for budget in (None, 0.1, 0.2):
+        right = [record(f"{g}/{i}", group=f"{g}/4096") for g in ("vt", "cwe", "fwe") for i in range(4)]
+        lines = right if not budget else [replace(one, score=float(one.id[0] == "v" or budget == 0.2)) for one in right]
+        write_run(tmp_path, lines, "h2o" if budget else "full", budget=budget)
+    figure = draw("budget", tmp_path, Look(groups=["vt", "cwe"]), names={"vt": "tracing"})
+    assert [axes.get_title() for axes in figure.axes] == ["tracing", "cwe"]
+    assert [points[1] for axes in figure.axes for _, points in lines_of(axes)] == [[100, 100], [0, 100]]
+    whole = draw("budget", tmp_path, Look(groups=["4096"]))
+    assert [points[1] for _, points in lines_of(whole.axes[0])] == [[pytest.approx(100 / 3), 100]]
+    with pytest.raises(ValueError, match="cwf is in no run; did you mean cwe"):
+        draw("budget", tmp_path, Look(groups=["cwf"]))
 
 
 # What each kind shows.
@@ -287,6 +317,9 @@ def test_runs_of_one_length_share_a_map_and_others_have_their_own(tmp_path: Path
             assert [text.get_text() for text in found[0].texts] == ["100", "100", "100", "100", "0", "0"]
         else:
             assert [axes.get_title() for axes in found] == ["Full", "Quest 10%"]
+            below = draw("needles", tmp_path / name, Look(columns=1)).axes[:2]
+            for row, shown in ((found, [True, True]), (below, [False, True])):
+                assert [bool(axes.get_xticklabels()) for axes in row] == shown
 
 
 def test_differences_to_full_are_drawn_best_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +365,7 @@ def test_few_methods_show_their_front_and_intervals(tmp_path: Path) -> None:
 
 def test_twelve_methods_are_told_apart(tmp_path: Path) -> None:
     figure = draw("frontier", write_frontier(tmp_path, METHODS), Look(width="double"))
-    shown = [style for style, points in lines(figure.axes[0]) if len(points[0]) == 3]
+    shown = [style for style, points in lines_of(figure.axes[0]) if len(points[0]) == 3]
     assert len(set(shown)) == 12
     assert len(legend(figure)) == 2 + 12
     assert not figure.axes[0].collections  # intervals of so many cover each other
@@ -341,10 +374,10 @@ def test_twelve_methods_are_told_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["frontier", "budget"])
 def test_lines_join_points_in_the_order_of_budgets(kind: str, tmp_path: Path) -> None:
     for budget, read in ((512, 30.0), (64, 20.0), (1024, 10.0), (None, 100.0)):
-        lines_of = [record(str(i), attended_prompt=read, score=i / 9) for i in range(9)]
-        write_run(tmp_path, lines_of, "h2o" if budget else "full", budget=budget)
-    axes = draw(kind, tmp_path, Look(costs=["read"])).axes[0]
-    [(across, up)] = [points for _, points in lines(axes) if len(points[0]) > 1]
+        answers = [record(str(i), attended_prompt=read, score=i / 9) for i in range(9)]
+        write_run(tmp_path, answers, "h2o" if budget else "full", budget=budget)
+    axes = draw(kind, tmp_path, Look(costs=["read"]), budgets=[1024, 64, 512]).axes[0]
+    [(across, up)] = [points for _, points in lines_of(axes) if len(points[0]) > 1]
     assert up == pytest.approx([400 / 9] * 3)
     if kind == "budget":
         assert across == list(axes.get_xticks()) == [64, 512, 1024]
@@ -365,8 +398,8 @@ def test_what_did_not_keep_its_budget_is_hollow(tmp_path: Path) -> None:
 
 def test_times_are_drawn_where_fulls_are_known(tmp_path: Path) -> None:
     [table] = tables_of(write_frontier(tmp_path / "untimed", ["h2o"], token_s=[1.0]))
-    assert [COSTS[cost].shows(table) for cost in ("read", "held", "time")] == [True, True, False]
-    assert COSTS["time"].shows(replace(table, entries=table.entries[1:]))  # a table without Full
+    assert [COSTS[cost].shows(table) for cost in ("read", "held", "tpot")] == [True, True, False]
+    assert COSTS["tpot"].shows(replace(table, entries=table.entries[1:]))  # a table without Full
     assert not COSTS["read"].shows(replace(table, entries=table.entries[:1]))
     held = COSTS["held"]
     memory = {"kv_device_bytes": 8 * 2**20, "kv_host_bytes": 120 * 2**20, "kv_disk_bytes": None}
@@ -383,7 +416,7 @@ def test_costs_along_answers_are_drawn_from_stretches_and_times(tmp_path: Path) 
     write_run(tmp_path, [record("a", token_s=times, along=half), record("short")], "h2o")
     figure = draw("along", tmp_path)
     assert legend(figure) == ["Full", "H2O 10%"]
-    full, h2o = zip(*([points for _, points in lines(axes)] for axes in figure.axes), strict=True)
+    full, h2o = zip(*([points for _, points in lines_of(axes)] for axes in figure.axes), strict=True)
     time, share, used, moved = range(4)
     assert full[time] == ([64, 100], pytest.approx([10, 20]))
     assert (full[share], h2o[share]) == (([64, 100], [100, 100]), ([64, 100], [50, 50]))
@@ -393,13 +426,13 @@ def test_costs_along_answers_are_drawn_from_stretches_and_times(tmp_path: Path) 
 
 def test_times_lie_over_the_lengths_of_prompts(runs: Path, tmp_path: Path, drawn: dict[str, Figure]) -> None:
     [axes] = drawn["length"].axes
-    points = [points for _, points in lines(axes)]
+    points = [points for _, points in lines_of(axes)]
     assert points[0] == ([1016, 4088], pytest.approx([20, 80]))  # Full
     assert points[1] == ([1016, 4088], pytest.approx([22, 88]))  # H2O 10%
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1K", "4K"]
     # without a length asked for, prompts between two powers of two are taken together
     write_run(tmp_path, [record(str(n), prompt_tokens=n) for n in (600, 1000, 1024, 1500)])
-    assert lines(draw("length", tmp_path).axes[0])[0][1][0] == [1000, 1500]
+    assert lines_of(draw("length", tmp_path).axes[0])[0][1][0] == [1000, 1500]
 
 
 # What cannot be drawn.
