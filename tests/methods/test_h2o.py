@@ -16,10 +16,6 @@ METHOD = H2O(sinks=0, recent_ratio=0.5, compensation="none")
 PROMPT, STEPS = 77, 4
 
 
-def _sequences(shape: Shape, length: int = PROMPT + STEPS, **more: int) -> Sequences:
-    return Sequences(shape, length, **more).sharpened(6)
-
-
 def _column_sums(s: Sequences, queries: range) -> Tensor:
     """[B G S] in fp64, by loops: what every key received from these queries, over all heads of its group"""
     q, k, shape = s.q(0).double(), s.k(0).double(), s.shape
@@ -43,7 +39,7 @@ def _expected(sums: Tensor, sinks: int, heavy: int, recent: int, prompt: int) ->
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("sinks", [0, 5])
 def test_keeps_heavy_hitters_and_recent_tokens_and_reads_them_exactly(shape: Shape, sinks: int) -> None:
-    s, budget = _sequences(shape), 24
+    s, budget = Sequences(shape, PROMPT + STEPS).sharpened(6), 24
     s.raw_k[..., PROMPT - 14 : PROMPT - 8, :] *= 9  # some heads choose the last tokens before the recent ones
     layers = s.start(replace(METHOD, sinks=sinks), budget)
     s.seal(layers, 0, PROMPT)
@@ -70,7 +66,7 @@ def test_compensated_h2o_keeps_its_share_of_the_prompt_more(compensation: str, k
 def test_a_further_turn_evicts_by_all_queries_so_far() -> None:
     """Replays the second seal: what was kept brings its sums, and generated and new tokens have added theirs."""
     shape, first, second = Shape(2, 2, 64), 40, 60
-    s = _sequences(shape, 64)
+    s = Sequences(shape, 64).sharpened(6)
     layers = s.start(METHOD, 12)
     s.seal(layers, 0, first)
     kept = layers[0].read_positions()

@@ -18,19 +18,13 @@ from methods.parts.kmeans_iterations import LENGTHS, Fit, polynomial
 from methods.pqcache import PQCache, PQRead
 from tests.fast import PQ
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
+from tests.methods.test_oracle import sequences
 from tests.tiny import prompt, tiny
 
 METHOD = replace(PQ, m=4, b=5, iterations=4, tolerance=0.0, seed=5, sinks=3, recent_ratio=0.25)
 PROMPT, STEPS, BUDGET = 83, 3, 23
 SINKS, LOCAL, TOP = 3, 5, 15
 MIDDLE = slice(SINKS, PROMPT - LOCAL)
-
-
-def sequences(shape: Shape) -> Sequences:
-    """The first query head of every group is far larger than the others, and the window's last key than the rest."""
-    made = Sequences(shape, PROMPT + STEPS).sharpened(4)
-    made.raw_k[..., PROMPT - 1, :] *= 6
-    return made
 
 
 def lloyd(points: Tensor, first: Tensor, rounds: int) -> tuple[Tensor, list[int]]:

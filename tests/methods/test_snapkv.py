@@ -16,10 +16,6 @@ METHOD = SnapKV(window=7, kernel=5, pooling="avg", select_per="kv_head")
 PROMPT, STEPS, BUDGET = 77, 3, 20
 
 
-def _sequences(shape: Shape, length: int = PROMPT + STEPS, **more: int) -> Sequences:
-    return Sequences(shape, length, **more).sharpened(6)
-
-
 def _votes(s: Sequences, window: int, prompt: int, layer: int = 0) -> Tensor:
     """[B H S] in fp64: weights of the last queries, summed; the window's own columns left out"""
     q, k, shape = s.q(layer).double(), s.k(layer).double(), s.shape
@@ -56,7 +52,7 @@ def _check_kept(kept: Tensor, scores: Tensor, window: int, prompt: int) -> None:
 @pytest.mark.parametrize("pooling", ["avg", "max"])
 @pytest.mark.parametrize("select_per", ["kv_head", "query_head"])
 def test_keeps_the_best_votes_and_the_window(shape: Shape, pooling: str, select_per: str) -> None:
-    s = _sequences(shape)
+    s = Sequences(shape, PROMPT + STEPS).sharpened(6)
     layers = s.start(replace(METHOD, pooling=pooling, select_per=select_per), BUDGET)
     s.prefill(layers, 0, PROMPT, chunk=6)  # the window spans chunks
     layers[0].seal()
@@ -78,7 +74,7 @@ def test_keeps_the_best_votes_and_the_window(shape: Shape, pooling: str, select_
 @pytest.mark.parametrize("select_per", ["kv_head", "query_head"])
 def test_a_further_turn_shorter_than_the_window_votes_with_its_own_queries(select_per: str) -> None:
     shape, end = SHAPES[1], PROMPT + 5
-    s = _sequences(shape, end)
+    s = Sequences(shape, end).sharpened(6)
     layers = s.start(replace(METHOD, select_per=select_per), BUDGET)
     s.seal(layers, 0, PROMPT)
     before = layers[0].positions

@@ -18,10 +18,6 @@ SINKS, LOCAL, TOP = 3, 5, 15
 MIDDLE = range(SINKS, PROMPT - LOCAL)
 
 
-def _sequences(shape: Shape) -> Sequences:
-    return Sequences(shape, PROMPT + STEPS).sharpened(4)
-
-
 def _approximate(q: Tensor, k: Tensor, r: int) -> Tensor:
     """Logits [g N] of one KV head. q [g D], k [N D]"""
     channels = q.abs().sum(0).argsort(descending=True)[:r].tolist()
@@ -60,7 +56,7 @@ def _expected(s: Sequences, position: int, r: int, mean_value: bool) -> tuple[Te
 @pytest.mark.parametrize("channel_copy", [False, True], ids=["picked", "copy"])
 @pytest.mark.parametrize("placement", ["device", "host"])
 def test_step_equals_loops(shape: Shape, mean_value: bool, channel_copy: bool, placement: str) -> None:
-    s = _sequences(shape)
+    s = Sequences(shape, PROMPT + STEPS).sharpened(4)
     layers = s.start(replace(METHOD, mean_value=mean_value, channel_copy=channel_copy), BUDGET, placement=placement)
     s.seal(layers, 0, PROMPT)
     for position in range(PROMPT, s.length):
@@ -73,7 +69,7 @@ def test_step_equals_loops(shape: Shape, mean_value: bool, channel_copy: bool, p
 
 
 def test_a_reused_selection_scores_nothing() -> None:
-    s = _sequences(SHAPES[1])
+    s = Sequences(SHAPES[1], PROMPT + STEPS).sharpened(4)
     layers = s.start(replace(METHOD, mean_value=True), BUDGET, placement="host", reuse_steps=1)
     s.seal(layers, 0, PROMPT)
     moved = []
