@@ -41,6 +41,7 @@ ROOMS: dict[str, set[str] | None] = {
     "jobs": {"terminal", "config", "models", "prompts", "engine", "results"},
     "sweeps": {"terminal", "config", "models", "results", "jobs"},
     "reports": {"terminal", "config", "engine", "results"},
+    "checks": {"engine", "jobs"},
     "attention_statistics": {"config", "engine", "jobs", "models", "reports", "results"},
     "cachedattention": {"terminal", "config", "models", "prompts", "engine", "results", "reports"},
     "cachedattention.serving": {

@@ -21,10 +21,14 @@ class ReturnedError(ValueError):
     out: which policy, in which layer, and what it returned."""
 
 
+OF_A_STEP = "likelihoods, choices and shared questions would not find them again"
+
+
 @contextmanager
-def unwritten(layer: KVLayer) -> Iterator[None]:
-    """Raise `ReturnedError` if a decode step of `layer`, in the block, changes a row that its store
-    holds already, other than by `KVStore.write`."""
+def unwritten(layer: KVLayer, what: str = "a step", why: str = OF_A_STEP) -> Iterator[None]:
+    """Raise `ReturnedError` if `layer`, in the block, changes a row that its store holds already,
+    other than by `KVStore.write`. `what` runs there, and `why` it must not: words for the
+    message."""
     store = getattr(layer, "store", None)
     stores = getattr(store, "stores", [store]) if isinstance(store, KVStore) else []
     held = [(name, getattr(one, name)[:, :, : one.length]) for one in stores for name in one.steady]
@@ -33,10 +37,10 @@ def unwritten(layer: KVLayer) -> Iterator[None]:
     for (name, rows), old in zip(held, before, strict=True):
         if not torch.equal(rows.view(torch.uint8), old.view(torch.uint8)):
             method = type(getattr(layer, "method", layer)).__name__
-            what = "keys" if name == "k_rows" else "values"
+            rows_of = "keys" if name == "k_rows" else "values"
             raise ReturnedError(
-                f"In layer {layer.spec.index} of {method}, a step changed stored {what} in place, so likelihoods, "
-                "choices and shared questions would not find them again: write with layer.write(rows, k=..., v=...)."
+                f"In layer {layer.spec.index} of {method}, {what} changed stored {rows_of} in place, so {why}: "
+                "write with layer.write(rows, k=..., v=...)."
             )
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.checks.trial import turn
 from harness.engine.attach import attached
 from kernels.reference import Segment
 from methods.base import CacheState, Request
@@ -17,7 +18,7 @@ from methods.parts.block_cache import BlockCache
 from methods.pools import Pool
 from methods.pqcache import PQCache
 from tests.fast import PQ
-from tests.methods.test_contract import assert_same, turn
+from tests.methods.test_contract import assert_same
 from tests.tiny import prompt, tiny
 
 BATCH, GROUPS, LENGTH, DIM, SIZE = 2, 2, 61, 16, 8  # the eighth block holds 5 tokens

@@ -8,6 +8,7 @@ from itertools import cycle
 import pytest
 import torch
 
+from harness.checks.trial import Step, turn
 from harness.config.catalogue import entries
 from harness.engine.attach import attached
 from harness.engine.footprint import footprint
@@ -15,7 +16,7 @@ from methods.abilities.kept_codec import KeptCodec
 from methods.base import Budget
 from methods.tiers.codec import PLAIN, Codec, FloatCodec, IntCodec
 from methods.tiers.codecs import codec_of
-from tests.methods.test_contract import NAMES, Step, assert_same, small, turn
+from tests.methods.test_contract import NAMES, assert_same, small
 from tests.tiny import prompt, tiny
 
 ENCODING = [name for name in NAMES if not KeptCodec.refusal(small(name))]

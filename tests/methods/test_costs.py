@@ -6,23 +6,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
+from harness.checks import costs as checks
+from harness.checks.trial import Trial
 from harness.config.plugins import build
-from harness.engine.attach import attached
-from harness.engine.footprint import footprint
-from harness.engine.trace import Tracer
+from harness.engine.hf import layer_specs
 from methods.abilities.kept_codec import KeptCodec
 from methods.base import Budget, Cost, CostError, LayerSpec, LayerWorkload, Method
+from methods.layers.window import whole_layers
 from methods.parts import costs
 from methods.shadowkv import ShadowKV
 from methods.tiers.codec import Codec, IntCodec
 from methods.tiers.codecs import codec_of
 from tests.methods.test_contract import _yaml, in_places, small
 from tests.quick import slow_if
-from tests.tiny import prompt, tiny
+from tests.tiny import tiny
 
-LENGTH, RESERVE = 400, 3
+LENGTH = 400
 # what decides how much depends on the text, at the value where it is most
 MOST: dict[str, Any] = {"alpha": 1e9, "select_per": "kv_head"}
 
@@ -30,18 +30,6 @@ MOST: dict[str, Any] = {"alpha": 1e9, "select_per": "kv_head"}
 def method_of(name: str) -> Method:
     method = small(name)
     return replace(method, **{key: value for key, value in MOST.items() if hasattr(method, key)})  # type: ignore[type-var]
-
-
-def expected(
-    method: Method, specs: list[LayerSpec], budget: Budget, placement: Any, codec: Codec | None = None
-) -> Cost:
-    total = Cost(0)
-    for spec in specs:
-        tokens = budget.tokens(LENGTH, spec.index)
-        total += method.cost(
-            LayerWorkload(spec, LENGTH, tokens, placement, element_bytes=4, reserve=RESERVE, codec=codec)
-        )
-    return total
 
 
 def rebuilt(method: Method, case: LayerWorkload) -> int:
@@ -59,27 +47,11 @@ def untraced(method: Method, specs: list[LayerSpec], budget: Budget) -> int:
     return sum(rebuilt(method, case) for case in cases)
 
 
-@torch.inference_mode()
 def measured(method: Method, budget: Budget, placement: Any, codec: Codec | None = None) -> tuple[Cost, Cost]:
     """-> the measured cost after the first step, and the formula's"""
-    model, ids = tiny("llama"), prompt(LENGTH)
-    with attached(model, method, budget=budget, placement=placement, calibration=prompt(64, seed=9), codec=codec) as kv:
-        cache = kv.cache(capacity=LENGTH + RESERVE)
-        token = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)
-        cache.seal()
-        traffic = cache.traffic
-        before = traffic.total_bytes
-        tracer = Tracer(ids.device)
-        with tracer.step(cache):
-            model(token[:, None], past_key_values=cache, use_cache=True)
-        held = footprint(cache.layers)
-        moved = traffic.settle().total_bytes - before
-        device_bytes = held.pop("device")
-        read = tracer.bytes_read(cache)
-        read += untraced(method, kv.specs, budget)
-        generated = sum(layer.attended.generated * 2 * layer.heads * 16 * 4 for layer in cache.layers)  # type: ignore[attr-defined]
-        real = Cost(device_bytes, moved, held, round(read - generated))
-        return real, expected(method, kv.specs, budget, placement, codec)
+    real, formula, _ = checks.measured(Trial(method, tiny("llama")), LENGTH, budget, placement, codec)
+    more = untraced(method, whole_layers(layer_specs(tiny("llama"))), budget)
+    return real.reading(real.read_bytes_per_step + more), formula
 
 
 def assert_near(real: Cost, formula: Cost, read: float | None = 0.02) -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.checks.contract import CHECKS, Check
+from harness.checks.trial import Trial
 from harness.engine.attach import attached
 from kernels import ops
 from kernels.rope import rotate
@@ -17,9 +19,9 @@ from methods.infinigen import InfiniGen, InfiniGenRead
 from methods.layers.batched import alone_because
 from methods.layers.limited_pool import Eviction
 from methods.parts.partial_keys import GrowingRows
-from tests.methods import test_contract as contract
 from tests.methods import test_costs as costs
 from tests.methods.synthetic import SHAPES, Sequences, Shape, attention
+from tests.methods.test_contract import small
 from tests.tiny import prompt, tiny
 
 METHOD = InfiniGen(
@@ -268,25 +270,15 @@ def test_a_prompt_that_is_too_short_for_the_pool_is_read_whole(budget: int, capa
     assert layers[1].attended.prompt == POOL_PROMPT
 
 
-RULES = [
-    contract.test_half_precision_stays_half_precision,
-    contract.test_prefill_in_chunks_changes_nothing,
-    contract.test_sequences_of_a_batch_do_not_see_one_another,
-]
-WITH = {
-    contract.test_keys_and_values_elsewhere_change_nothing: [("host",), ("disk",)],
-    contract.test_no_method_reads_more_of_the_prompt_than_its_budget: [(61, 0.4), (100, 33), (25, 24)],
-    contract.test_memory_that_was_never_written_is_never_read: [("device",), ("host",)],
-    contract.test_a_shared_prefill_changes_nothing: [(None,), (19,)],
-}
-CALLS = [(rule, ()) for rule in RULES] + [(rule, values) for rule, many in WITH.items() for values in many]  # type: ignore[attr-defined]
+LIMITED = (  # a pool has no room for what a budget of 1.0 or a further turn would keep
+    "budget kept", "chunks as whole", "batch as alone", "host as device", "shared prefill", "fresh memory", "bf16",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(("rule", "values"), CALLS, ids=lambda x: getattr(x, "__name__", None))
-def test_the_contract_holds(rule: Any, values: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    method = replace(contract.small("infinigen"), pool_capacity=0.75, pool_policy="lru")  # type: ignore[type-var]
-    monkeypatch.setattr(contract, "small", lambda name: method)
-    rule("infinigen", *values)
+@pytest.mark.parametrize("check", [check for check in CHECKS if check.name in LIMITED], ids=lambda check: check.name)
+def test_the_contract_holds(check: Check) -> None:
+    method = replace(small("infinigen"), pool_capacity=0.75, pool_policy="lru")  # type: ignore[type-var]
+    check.run(Trial(method, tiny("llama"), 83))
 
 
 @pytest.mark.parametrize("capacity", [0.75, 0.999, 390])

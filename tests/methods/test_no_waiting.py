@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness import Engine, attached
+from harness.checks.trial import turn
 from kernels.dispatch import use_backend
 from methods.base import Method
 from methods.base.pieces import TOKENS_AT_ONCE
 from methods.tiers.codec import FloatCodec
-from tests.methods.test_contract import in_each_place, small, turn
+from tests.methods.test_contract import in_each_place, small
 from tests.tape import Tape
 from tests.tiny import prompt, tiny
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from harness import Engine, attached
+from harness.checks.trial import turn
 from methods.abilities import ability
 from methods.abilities.bounded_answer import BoundedAnswer, CountedAnswer
 from methods.abilities.kept_codec import KeptCodec
@@ -24,7 +25,7 @@ from methods.sparq import SparQ
 from methods.tiers.codec import IntCodec
 from tests.fast import niah, run
 from tests.methods.synthetic import SHAPES, Sequences
-from tests.methods.test_contract import NAMES, small, turn
+from tests.methods.test_contract import NAMES, small
 from tests.tiny import prompt, tiny
 
 LENGTH, SIZE = 80, 16  # of the prompt, and what a budget of a fifth is

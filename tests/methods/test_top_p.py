@@ -206,14 +206,10 @@ def test_a_step_that_uses_a_choice_again_reads_no_copies(name: str) -> None:
 
 @named
 @pytest.mark.parametrize("budget", [0.3, 1.0])
-def test_the_formula_is_what_is_held_moved_and_read_where_all_candidates_are(
-    name: str, budget: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_formula_is_what_is_held_moved_and_read_where_all_candidates_are(name: str, budget: float) -> None:
     method = METHODS[name]
     if isinstance(method, Quest):
         method = replace(method, last_page=True, select_per="kv_head")
-    plain = measuring.LayerWorkload
-    monkeypatch.setattr(measuring, "LayerWorkload", lambda *how, **more: plain(*how, **more, estimated=True))
     for placement in ("device", "host") if method.offloads else ("device",):
         measuring.assert_near(*measuring.measured(method, Budget(budget, mass=1.0), placement))
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from harness import Engine, RunningBatch, attached
+from harness.checks.trial import fresh_memory_full_of_nan
 from harness.engine.attach import Attachment
 from harness.engine.batch.running_sequence import UNCLOCKED, After, Generation, RunningSequence
 from harness.engine.graph import CaptureBroke, CapturedStep, CudaGraphs, StepCapture
@@ -24,7 +25,7 @@ from methods.base.state import CaptureError, StepCounters
 from methods.layers import Layer
 from methods.oracle import Oracle, OracleRead
 from tests import fake_cuda
-from tests.methods.test_contract import NAMES, QUICK, attach, fresh_memory_full_of_nan, small
+from tests.methods.test_contract import NAMES, QUICK, attach, small
 from tests.quick import mostly_slow
 from tests.tape import Tape
 from tests.tiny import BY_BLOCKS, prompt, tiny

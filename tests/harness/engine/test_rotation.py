@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from transformers import PreTrainedModel
 
 from harness import Engine, RunningBatch, attached
+from harness.checks.trial import Step, turn
 from harness.engine.attach import observer
 from harness.engine.cache import KVCache, UnsupportedError
 from harness.engine.hf import channel_pairing, layer_specs
@@ -20,7 +21,7 @@ from harness.engine.pairing import Angles, Pairing
 from harness.engine.rotation import AT_ONCE, rotation_table
 from kernels.rope import halves, rotate, unrotate
 from methods.full import Full
-from tests.methods.test_contract import Step, small, turn
+from tests.methods.test_contract import small
 from tests.tape import Tape
 from tests.tiny import BORDER, by_length, fresh, prompt, tiny
 

@@ -24,7 +24,7 @@ from methods.full import Full
 from tests import fast
 from tests.fast import MODEL, PQ, niah
 from tests.harness.jobs.test_questions import STATEFUL, Balances, Given
-from tests.methods.test_contract import small, walked
+from tests.methods.test_contract import small
 from tests.quick import mostly_slow
 
 TIMES = {"token_s", *(key for key, fact in FACTS.items() if fact.unit in ("nats", "seconds"))}
@@ -73,11 +73,6 @@ def test_under_full_it_is_that_of_one_forward(tmp_path: Path, protocol: str) -> 
     made = run(tmp_path, Full(), protocol=protocol)
     wanted = [dense(item, protocol) for item in prepare(niah(depths=2), MODEL, Settings())]
     assert nll_of(made.records) == pytest.approx(wanted, abs=1e-4)
-
-
-@walked
-def test_a_run_is_otherwise_the_same_under_every_method(name: str, tmp_path: Path) -> None:
-    same_but_for_the_likelihood(tmp_path, small(name), niah(depths=1))
 
 
 @pytest.mark.parametrize("name", mostly_slow(STATEFUL, "infinigen", "pqcache"))

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from time import perf_counter
 from typing import Any, ClassVar
 
 import pytest
@@ -17,11 +16,10 @@ from evals.base import Example, Score, Task, TaskEnv, Turn
 from evals.multiturn import Multiturn
 from evals.scbench import SCBench
 from harness import Engine, attached
+from harness.checks.answers import apart, seen, together
 from harness.config.settings import Data, GenerationSettings, Settings
-from harness.engine.batch.running_sequence import Generation
 from harness.engine.cache import KVCache
 from harness.jobs.examples import PreparedExample, by_context, prepare
-from harness.jobs.questions import SealedContext
 from harness.models.base import load
 from harness.reports.compare import comparisons
 from harness.reports.groups import by_turn
@@ -37,49 +35,18 @@ from methods.snapkv import SnapKV
 from tests import fast
 from tests.evals.test_scbench import PROMPTS
 from tests.fast import MODEL, PQ, niah
-from tests.methods.test_contract import QUICK, attach, in_places, small
+from tests.methods.test_contract import attach, small
 from tests.quick import mostly_slow
 from tests.tape import Tape
 from tests.tiny import HYBRID, prompt
 
 CONTEXT, NEW = prompt(61), 4
 QUESTIONS = [prompt(2 + i % 4, seed=i) for i in range(1, 11)]
-
-
-def apart(engine: Engine) -> list[Generation]:
-    ids = [torch.cat([CONTEXT, question], 1) for question in QUESTIONS]
-    return [engine.generate(one, context_tokens=CONTEXT.shape[1], max_new_tokens=NEW) for one in ids]
-
-
-@torch.inference_mode()
-def together(engine: Engine) -> list[Generation]:
-    longest = max(QUESTIONS, key=torch.numel)
-    cache = engine.cache(torch.cat([CONTEXT, longest], 1), NEW)
-    began = perf_counter()
-    engine.prefill(cache, CONTEXT)
-    context = SealedContext(cache, began)
-    return [engine.complete(cache, None, question, began=context.begin(), max_new_tokens=NEW) for question in QUESTIONS]
-
-
-def seen(made: Generation) -> dict[str, Any]:
-    """What a record holds of an answer, but for times and the room kept free."""
-    reads = {name: made.measured[name] for name in ("attended_prompt", "attended_total", "union_prompt")}
-    traffic = {name: made.measured.get(name) for name in ("moved_bytes_per_step", "hit_rate")}
-    return {"tokens": made.tokens, "fidelity": made.fidelity} | reads | traffic
+ASKED = (CONTEXT, QUESTIONS, NEW)
 
 
 def assert_as_apart(engine: Engine) -> None:
-    assert list(map(seen, together(engine))) == list(map(seen, apart(engine)))
-
-
-@pytest.mark.tokens
-@pytest.mark.parametrize(
-    "case", mostly_slow(in_places("device", "host"), *((name, "device") for name in QUICK)), ids="-".join
-)
-def test_ten_questions_on_one_context_are_ten_separate_runs(case: tuple[str, str]) -> None:
-    name, placement = case
-    with attach(small(name), 0.4, placement=placement) as kv:
-        assert_as_apart(Engine(kv))
+    assert list(map(seen, together(engine, *ASKED))) == list(map(seen, apart(engine, *ASKED)))
 
 
 @pytest.mark.tokens
@@ -115,8 +82,9 @@ def test_what_steps_leave_behind_is_taken_back(name: str, reuse_steps: int) -> N
 def test_steps_are_captured_anew_for_each_question(name: str) -> None:
     with attach(small(name), 0.4) as kv, use_backend("torch"):
         plain, captured = Engine(kv), Engine(kv, graphs=Tape())
-        generations = together(captured)
-        assert [generation.tokens for generation in generations] == [generation.tokens for generation in apart(plain)]
+        generations = together(captured, *ASKED)
+        alone = apart(plain, *ASKED)
+        assert [generation.tokens for generation in generations] == [generation.tokens for generation in alone]
         assert all(generation.capture_s for generation in generations)
 
 
