@@ -159,4 +159,4 @@ axes.legend();
 # - Why it loses what it loses: `fidelity=8` compares every eighth step with exact attention.
 # - Whether `centred` and `local` are right: `python -m harness.tune` ([Tuning](../docs/experiments.md#tuning-a-method)).
 # - To keep it: the class into a file of its own, a yaml beside it ([Add your own](../docs/extending.md)). `python -m harness
-#   method=sign_keys` then runs it, and the contract test holds it to its budget and its bytes.
+#   method=sign_keys` then runs it, and `python -m harness.check` holds it to its budget and its bytes.

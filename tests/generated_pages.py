@@ -12,6 +12,7 @@ from pathlib import Path
 
 import yaml
 
+from harness.commands.new import KINDS, written
 from harness.config.catalogue import Entry, Experiment, entries, experiments
 from harness.config.keys import Setting, parameters_of, sections, settings
 from harness.config.settings import Settings
@@ -43,6 +44,8 @@ COMMANDS = {
     "[figures](results.md#figures-for-a-paper)",
     "show": "shows outputs, or two runs side by side where they differ",
     "rescore": "applies today's scorers to [stored outputs](results.md#scoring-again)",
+    "check": "holds a method of your own to [its contract](extending.md#check-it), in seconds",
+    "new": "writes [a method to begin with](extending.md#three-to-begin-with)",
     "tune": "searches a method's own parameters [at equal budget](experiments.md#tuning-a-method)",
     "serve": "lets conversations [arrive, queue and share steps](conversations.md#serving)",
     "simulate": "sends 52,000 turns through [CachedAttention's tiers](conversations.md#the-simulator)",
@@ -81,6 +84,7 @@ The rows "as in released code" say what its authors' code does alike, and
 [how that is measured](comparison.md#held-against-released-code). A method whose card has no row "budget", "index cost"
 or "deviations" has none of it."""
 OPERATIONS_HEAD = ("backends, in the order in which they are tried", "operations")
+PAGE_LANGUAGES = {".py": "python", ".yaml": "yaml"}
 EXPERIMENTS_HEAD = ("experiment", "what", "made by", "small variant")
 
 
@@ -214,7 +218,19 @@ def with_table(page: str, head: Sequence[str], today: str) -> str:
     return f"{before}{today}\n\n{rest.partition(chr(10) * 2)[2]}"
 
 
+def extending_page() -> tuple[str, str]:
+    """Return docs/extending.md as it is, and with what `harness.new` writes of each kind today."""
+    page = today = (DOCS / "extending.md").read_text(encoding="utf-8")
+    for kind, name in KINDS.items():
+        for path, text in written(kind, name, "mine").items():
+            head, found, rest = today.partition(f"`{path}`:\n\n```{PAGE_LANGUAGES[path.suffix]}\n")
+            assert found, f"the page has lost {path}"
+            today = f"{head}{found}{text}```{rest.partition(chr(10) + '```')[2]}"
+    return page, today
+
+
 def main() -> None:
+    (DOCS / "extending.md").write_text(extending_page()[1], encoding="utf-8")
     CONFIG.write_text(config_yaml(), encoding="utf-8")
     (DOCS / "settings.md").write_text(settings_page(), encoding="utf-8")
     (DOCS / "methods.md").write_text(methods_page(entries("method")), encoding="utf-8")

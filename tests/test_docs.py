@@ -48,7 +48,7 @@ ELSEWHERE = {  # what nothing here can check, and why
     "python -m jupyter": "is a program of others; test_notebooks.py runs the notebooks",
     "kvpress-env/bin/pip": "installs from an index",
 }
-NEWCOMERS = ("spread", "blocks", "ledger", "my-llama", "tiny-granite", "e4m3")  # test_extending.py runs them
+NEWCOMERS = ("spread", "fold", "ledger", "my-llama", "tiny-granite", "e4m3")  # test_extending.py runs them
 
 
 class CodeBlock(NamedTuple):

@@ -19,6 +19,7 @@ from methods.snapkv import SnapKV
 from tests import forks
 from tests.fast import MODEL, MODEL_ARGS, TASK_ARGS
 from tests.forks import Forked
+from tests.generated_pages import COMMAND, extending_page
 from tests.tiny import prompt, tiny
 
 ROOT = Path(__file__).parents[2]
@@ -68,16 +69,18 @@ def test_a_method(tmp_path: Path, files: tuple[str, str]) -> None:
     assert ("method.offset=0" in listed.out) == ("offset" in files[1])
 
 
-@pytest.mark.parametrize("words", [["method=blocks"], ["method=blocks", "placement=host"]])
-def test_a_method_that_selects(cli: Cli, package: Path, words: list[str]) -> None:
-    """It keeps its budget to the token, and is Full where it covers the prompt."""
+def test_a_method_that_selects(cli: Cli, package: Path) -> None:
+    """It keeps its budget to the token, over all layers."""
     settings = [f"results.root={package / 'runs'}", f"--config-dir={package / 'conf'}"]
-    for budget in ("0.25", "1.0"):
-        code, _, err = cli(*words, f"budget={budget}", *MODEL_ARGS, *TASK_ARGS, *settings)
-        assert code == 0, err
-    runs = [json.loads(file.read_text()) for file in package.glob("runs/*/summary.json")]
-    read = {run["budget"]["asked"]: run["budget"]["attended"]["share"] for run in runs if run["method"] != "full"}
-    assert read == {0.25: 0.25, 1.0: 1.0}
+    code, _, err = cli("method=taper", "placement=host", "budget=0.25", *MODEL_ARGS, *TASK_ARGS, *settings)
+    assert code == 0, err
+    [run] = [json.loads(file.read_text()) for file in package.glob("runs/*taper*/summary.json")]
+    assert run["budget"]["attended"]["share"] == 0.25
+
+
+def test_the_page_shows_what_is_written_of_each_kind() -> None:
+    page, today = extending_page()
+    assert page == today, f"run: {COMMAND}"
 
 
 def test_an_ability(package: Path) -> None:
