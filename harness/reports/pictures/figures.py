@@ -31,6 +31,7 @@ WIDTHS = {"single": 3.3, "double": 7.0}  # inches: of a paper's column, and of i
 SMALLEST = 7  # points of type
 LETTER = 0.56  # width of a letter as a share of its height, the mean of DejaVu Sans
 NARROWEST, LOWEST = 1.6, 1.2  # inches of a panel
+NARROWEST_NAME = 0.6  # inches of a column of the legend
 MOST_COLUMNS = 4
 DPI = 160  # of the report's page
 WIDEST = 2400  # pixels
@@ -143,7 +144,8 @@ def lay_out(drawn: Panels, look: Look, handles: Sequence[Artist] = ()) -> None:
     """Put a legend under the panels, in as many columns as the figure's width holds, make the figure
     as high as all of it needs, unless its height is given, and fix the layout."""
     figure = drawn.figure
-    for columns in range(len(handles), 0, -1):
+    most = int(figure.get_figwidth() / NARROWEST_NAME)
+    for columns in range(min(len(handles), most), 0, -1):
         box = figure.legend(handles=handles, loc="outside lower center", ncols=columns)
         needs = box.get_window_extent(figure.canvas.get_renderer())  # type: ignore[attr-defined]
         if needs.width <= figure.bbox.width or columns == 1:
