@@ -203,14 +203,13 @@ def test_a_context_is_the_same_to_its_last_token() -> None:
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
-def test_a_torn_run_pays_for_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
-    whole = run(tmp_path, questions="shared", shared_prefill=shared)
+def test_a_torn_run_pays_for_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run(tmp_path, questions="shared")
     lines = whole.folder / "examples.jsonl"
     kept = lines.read_text().splitlines(keepends=True)[:5]  # all of the first context, one of the second
     lines.write_text("".join(kept))
     prefills = counted(monkeypatch)
-    again = run(tmp_path, questions="shared", shared_prefill=shared)
+    again = run(tmp_path, questions="shared")
     assert len(prefills) == 1
     assert [(r.id, r.tokens) for r in again.records] == [(r.id, r.tokens) for r in whole.records]
     assert [r["prefilled_by"] for r in again.records[4:]] == [None, None, "1/1", "1/1"]
