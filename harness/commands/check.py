@@ -81,12 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     left = len(CHECKS) - len(states)
     counts += [f"{left} not made, for none can be before the first is ok"] * bool(left)
     say(f"\n{', '.join(counts)}")
-    if FAILED not in states:
-        return 0
-    say(
-        "Two tokens or rows may weigh nearly the same: what is no such tie fails with --seed 1, too."
-    )
-    return 1
+    if FAILED in states[1:]:
+        say("What two tokens or rows of nearly equal weight explain passes with --seed 1.")
+    return int(FAILED in states)
 
 
 def outcome(check: Check, trial: Trial) -> tuple[str, str]:

@@ -87,6 +87,7 @@ def test_rows_that_are_changed_in_place_are_found(what: str, run: Run) -> None:
     code, out, _ = run(main, "method=mine")
     assert code == 1
     assert re.search(says, out), out
+    assert "--seed" not in out  # which would change nothing
 
 
 class Loud(LagKeep):
