@@ -150,8 +150,8 @@ def choose(
         places = [one.place(kind, words) for kind, words in wanted.items()]
         if None in places or (sizes and one.shown.budget and not at):
             continue
-        # the method's name, then its label
-        names = [tuple(one.called[kind][-2:][::-1]) for kind in wanted]
+        # what is printed tells labels of one name apart
+        names = [(one.called[kind][-1], getattr(one.shown, kind[:-1])) for kind in wanted]
         usual = [(words[0] != FULL, words) for words in names]
         sized = (at, asked(row.summary), one.shown.budget)
         placed.append(((*zip(places, usual, strict=True), sized), one.shown))
@@ -183,7 +183,9 @@ def _candidates(
     shorts = [full.rstrip("/").rpartition("/")[2] for full in full_names]
     usual = recorded_defaults()
     settings = [{key: run.config.get(key, usual.get(key)) for key in ONE_TABLE} for run in firsts]
-    models = _labels(shorts, [[flatten({"model": own.pop("model")}) for own in settings]])
+    # other weights or another adapter in one folder are another model
+    revisions = [{"revision": given(run)["model_revision"]} for run in firsts]
+    models = _labels(shorts, [[_of_model(own.pop("model")) for own in settings], revisions])
     tasks = _labels(
         [name(run, "task") for run in firsts],
         [list(map(flatten, settings)), list(map(given, firsts))],
@@ -196,9 +198,12 @@ def _candidates(
     rows = [(number, row) for number, table in enumerate(tables) for row in table.entries]
     methods = label_words([row.run for _, row in rows], [str(number) for number, _ in rows])
     printed = _printed(methods, [words[:1] for words in methods], names, "method", config_dirs)
+    sizes = [(budget(row.summary), str(row.run.config.get("budget"))) for _, row in rows]
+    alike = Counter(size for size, _ in set(sizes))
     found = []
-    for (number, row), words, method in zip(rows, methods, printed, strict=True):
-        size = budget(row.summary)
+    for (number, row), words, method, (size, typed) in zip(
+        rows, methods, printed, sizes, strict=True
+    ):
         label = " ".join(words)
         with_size = [f"{word} {size}" for word in (label, words[0]) if size]
         called = {
@@ -207,10 +212,20 @@ def _candidates(
             "methods": [*with_size, label, words[0]],
         }
         model, task = printed_models[number], printed_tasks[number]
-        printed_size = names.get(size, size)
+        # 1536MiB and 1540MiB are both 1.50 GiB
+        told_apart = typed if alike[size] > 1 else size
+        printed_size = names.get(told_apart, told_apart)
         shown = Chosen(model, task, method, printed_size, row, tables[number])
         found.append(_Candidate(shown, called))
     return found
+
+
+def _of_model(model: Any) -> Flat:
+    """Return the settings of a model. model.rope stays one value, so that a rotation differs from
+    none."""
+    if not isinstance(model, Mapping):
+        return {"model": model}
+    return {f"model.{key}": value for key, value in model.items()}
 
 
 def _labels(

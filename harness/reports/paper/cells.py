@@ -68,6 +68,9 @@ def cells(
         if column.measure:
             known, unit = _measured(rows, column)
             named.append(replace(column, name=f"{column.name} ({unit})" if unit else column.name))
+        elif column.own:
+            known = _averaged(rows, column)
+            named.append(column)
         else:
             known = {key: cell for key, row in rows.items() if (cell := _scored(row, column))}
             named.append(column)
@@ -99,39 +102,54 @@ def _measured(rows: Mapping[Key, Row], column: PaperColumn) -> tuple[dict[Key, C
     return known, unit + column.measure.per * bool(unit)
 
 
+def _averaged(rows: Mapping[Key, Row], column: PaperColumn) -> dict[Key, Cell]:
+    """Return the cells of an average that the task defines. They are no scores if one is above 1."""
+    [piece] = column.pieces
+    summaries = {key: row[piece.task].row.summary for key, row in rows.items() if piece.task in row}
+    values = {
+        key: value
+        for key, summary in summaries.items()
+        if (value := summary["score"]["averages"].get(column.own)) is not None
+    }
+    factor = 1 if any(value > 1 for value in values.values()) else 100
+    return {
+        key: Cell(factor * value, kept=not summaries[key]["budget"].get("not_kept"))
+        for key, value in values.items()
+    }
+
+
 def _scored(row: Row, column: PaperColumn) -> Cell | None:
-    """Return the cell of a score, or of an average that the task defines; None if the row lacks a
-    task of the column, or has no example of a group."""
+    """Return the cell of a score; None if the row lacks a task of the column, or has no example of
+    a group."""
     if any(piece.task not in row for piece in column.pieces):
         return None
     kept = not any(row[piece.task].row.summary["budget"].get("not_kept") for piece in column.pieces)
-    first = row[column.pieces[0].task]
-    if column.own:
-        value = first.row.summary["score"]["averages"].get(column.own)
-        # above 1 it is no score
-        return None if value is None else Cell(value if value > 1 else 100 * value, kept=kept)
     samples = [piece.of(row[piece.task].row.run.records) for piece in column.pieces]
     if not all(samples):
         return None
-    if first.table.of_perplexity:
+    if row[column.pieces[0].task].table.of_perplexity:
         cost = likelihood(samples[0], None)
         return Cell(exp(cost["mean"]), kept=kept) if cost else None
-    scores, groups, units = _flat(samples)
+    scores, groups, units = _flat(column, samples)
     ends = stats.interval(scores, groups, units=units)
     low, high = (100 * end for end in ends) if ends else (None, None)
     return Cell(100 * fmean(map(mean_score, samples)), low, high, kept=kept)
 
 
 def _flat(
-    samples: Sequence[Sequence[Record]],
+    column: PaperColumn, samples: Sequence[Sequence[Record]]
 ) -> tuple[list[float], list[tuple[str, ...]], list[str]]:
-    """Return scores, groups within pieces, and units of the records of several pieces, as
-    evals/stats.py takes them."""
-    each = [(str(number), record) for number, some in enumerate(samples) for record in some]
+    """Return scores, groups within pieces, and units of the records of a column's pieces, as
+    evals/stats.py takes them. Pieces of one task may share units."""
+    each = [
+        (str(number), piece.task, record)
+        for number, (piece, some) in enumerate(zip(column.pieces, samples, strict=True))
+        for record in some
+    ]
     return (
-        [record.score for _, record in each],
-        [(piece, record.group) for piece, record in each],
-        [f"{piece}/{record.independent}" for piece, record in each],
+        [record.score for _, _, record in each],
+        [(number, record.group) for number, _, record in each],
+        [f"{task}/{record.independent}" for _, task, record in each],
     )
 
 
@@ -161,8 +179,8 @@ def _p(row: Row, others: Mapping[str, Sequence[Record]], column: PaperColumn) ->
     if row[column.pieces[0].task].table.of_perplexity:
         cost = likelihood(ours[0], theirs[0])
         return (cost or {}).get("full", {}).get("p")
-    scores, groups, units = _flat(ours)
-    return stats.p_value(scores, _flat(theirs)[0], units, groups)
+    scores, groups, units = _flat(column, ours)
+    return stats.p_value(scores, _flat(column, theirs)[0], units, groups)
 
 
 def _best(

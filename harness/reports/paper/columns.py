@@ -12,7 +12,7 @@ from harness.config.plugins import suggestion
 from harness.reports.choice import Chosen
 from harness.reports.compare import PERPLEXITY
 from harness.reports.labels import name
-from harness.reports.paper.layout import MEASURES, USUAL, Layout, Measure
+from harness.reports.paper.layout import MEASURES, USUAL, Layout, Measure, items_of
 from harness.results.records import Record
 
 SCORE, GROUPS, AVERAGE = "score", "groups", "average"
@@ -21,16 +21,13 @@ MANY = 8  # groups beyond which the usual table has no column for each
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a column averages of one task: all examples, or those of one group. A part of a name
-    such as `vt/4096` stands for all groups that have it."""
+    """What a column averages of one task: all examples, or those of some groups."""
 
     task: str
-    part: str | None = None
+    groups: tuple[str, ...] = ()  # none: all
 
     def of(self, records: Sequence[Record]) -> list[Record]:
-        return [
-            record for record in records if self.part is None or in_part(record.group, self.part)
-        ]
+        return [record for record in records if not self.groups or record.group in self.groups]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +53,32 @@ class PaperColumn:
     @property
     def whole(self) -> bool:
         """True if it is the score of one task."""
-        return self.scored and len(self.pieces) == 1 and self.pieces[0].part is None
+        return self.scored and len(self.pieces) == 1 and not self.pieces[0].groups
 
 
 def in_part(group: str, part: str) -> bool:
     return group == part or part in group.split("/")
 
 
+def groups_called(word: str, groups: Sequence[str]) -> tuple[str, ...]:
+    """Return the group of this name, or else all groups that have the word as a part of theirs, as
+    `vt/4096` has `vt` and `4096`."""
+    return (word,) if word in groups else tuple(group for group in groups if in_part(group, word))
+
+
 def columns(
     chosen: Sequence[Chosen], layout: Layout, names: Mapping[str, str]
 ) -> list[PaperColumn]:
     """Return the columns that the layout asks for, or those that suit what was run. Raise
-    `ConfigError` for a name that is no column. `names`: what is printed in place of a name."""
+    `ConfigError` for a name that is no column, or that two columns have. `names`: what is printed in
+    place of a name."""
     offer = _Offer(chosen, layout, names)
     asked = layout.columns or offer.usual()
     spans = asked.items() if isinstance(asked, Mapping) else [("", asked)]
     found = [
         replace(one, head=str(head))
         for head, items in spans
-        for item in ([items] if isinstance(items, str) else items)
+        for item in items_of(items)
         for one in offer.of(str(item))
     ]
     if not found:
@@ -82,13 +86,24 @@ def columns(
             f"no run has one of the columns {', '.join(map(str, asked))}: name others"
         )
     found = _headed(list(dict.fromkeys(found)), names)
-    twice = Counter((one.head, one.name) for one in found)
-    return [
+    alike = _alike(found)
+    found = [
         replace(one, name=f"{one.pieces[0].task}: {one.name}")
-        if twice[one.head, one.name] > 1
+        if one.of_one and (one.head, one.name) in alike
         else one
         for one in found
     ]
+    for _, word in _alike(found):
+        raise ConfigError(
+            f"several columns are called {word}: give each a name of its own, as names: {{vt: VT}}"
+        )
+    return found
+
+
+def _alike(found: Sequence[PaperColumn]) -> list[tuple[str, str]]:
+    """Return the heads and names that several columns have."""
+    counts = Counter((one.head, one.name) for one in found)
+    return [words for words, count in counts.items() if count > 1]
 
 
 def _headed(found: Sequence[PaperColumn], names: Mapping[str, str]) -> list[PaperColumn]:
@@ -96,7 +111,7 @@ def _headed(found: Sequence[PaperColumn], names: Mapping[str, str]) -> list[Pape
     of a task that has columns for its groups is called an average."""
     several = len({piece.task for one in found for piece in one.pieces}) > 1
     inner = {one.pieces[0].task for one in found if one.of_one and not one.whole}
-    grouped = {one.pieces[0].task for one in found if one.of_one and one.pieces[0].part}
+    grouped = {one.pieces[0].task for one in found if one.of_one and one.pieces[0].groups}
     shown = []
     for one in found:
         task = one.pieces[0].task
@@ -115,6 +130,8 @@ class _Offer:
 
     def __init__(self, chosen: Sequence[Chosen], layout: Layout, names: Mapping[str, str]) -> None:
         self._layout, self._names = layout, names
+        # yaml reads a name, as 4096, as a number
+        self._averages = {str(word): items_of(some) for word, some in layout.averages.items()}
         self._runs: dict[str, list[Chosen]] = {}
         for one in sorted(chosen, key=lambda one: one.places[1]):
             self._runs.setdefault(one.task, []).append(one)
@@ -139,44 +156,46 @@ class _Offer:
             return [self._score(task) for task in self._runs]
         if item == GROUPS:
             return [
-                self._group(task, part)
+                self._group(task, part, groups)
                 for task, runs in self._runs.items()
-                for part in self._parts(runs)
+                for part, groups in self._parts(runs).items()
             ]
         scored = [task for task in self._runs if not self._runs[task][0].table.of_perplexity]
         if item == AVERAGE:
             pieces = tuple(map(Piece, scored))
             name = self._names.get(AVERAGE, "Avg.")
             return [PaperColumn("", name, pieces)] if len(pieces) > 1 else self.of(SCORE)
-        if item in self._layout.averages:
-            return [self._own_average(item, scored)]
+        if item in self._averages:
+            return self._own_average(item, scored)
         found = list(self._named(item))
         if not found and self._layout.missing == "refuse":
             raise ConfigError(f"columns: {item} is in no run{suggestion(item, self._known())}")
         return found
 
-    def _own_average(self, item: str, scored: Sequence[str]) -> PaperColumn:
+    def _own_average(self, item: str, scored: Sequence[str]) -> list[PaperColumn]:
         """Return the column of an average that the layout defines, of tasks and groups that have
-        scores (`scored`: the tasks that do)."""
-        members = self._layout.averages[item]
+        scores (`scored`: the tasks that do); none if nothing of it was run and may be missing."""
         pieces: list[Piece] = []
-        for member in [members] if isinstance(members, str) else members:
-            own = [piece for one in self._named(str(member)) if one.scored for piece in one.pieces]
+        for member in self._averages[item]:
+            found = list(self._named(str(member)))
+            if not found and self._layout.missing == "drop":
+                continue
+            own = [piece for one in found if one.scored for piece in one.pieces]
             if not own or any(piece.task not in scored for piece in own):
                 raise ConfigError(f"averages: {item}: no run has a score of {member}")
             pieces += own
-        return PaperColumn("", self._names.get(item, item), tuple(pieces))
+        return [PaperColumn("", self._names.get(item, item), tuple(pieces))] if pieces else []
 
     def _named(self, item: str) -> Iterator[PaperColumn]:
-        """Yield the columns of a task, of a group or of all groups with this part, of an average
-        that a task defines, or of a measure."""
+        """Yield the columns of a task, of what `groups_called` finds, of an average that a task
+        defines, or of a measure."""
         measure = MEASURES.get(item) or Measure(item, item)
         for task, runs in self._runs.items():
             summaries = [one.row.summary for one in runs]
             if item in (task, name(runs[0].row.run, "task")):
                 yield self._score(task)
-            elif any(in_part(group, item) for group in self._groups(runs)):
-                yield self._group(task, item)
+            elif groups := groups_called(item, self._groups(runs)):
+                yield self._group(task, item, groups)
             elif any(item in summary["score"]["averages"] for summary in summaries):
                 yield PaperColumn("", self._names.get(item, item), (Piece(task),), own=item)
             elif any(measure.of(summary) is not None for summary in summaries):
@@ -187,28 +206,36 @@ class _Offer:
         unit = f" ({PERPLEXITY})" * self._runs[task][0].table.of_perplexity
         return PaperColumn("", task + unit, (Piece(task),))
 
-    def _group(self, task: str, part: str) -> PaperColumn:
-        return PaperColumn("", self._names.get(part, part), (Piece(task, part),))
+    def _group(self, task: str, part: str, groups: tuple[str, ...]) -> PaperColumn:
+        return PaperColumn("", self._names.get(part, part), (Piece(task, groups),))
 
     @staticmethod
     def _groups(runs: Sequence[Chosen]) -> list[str]:
         return list(dict.fromkeys(g for one in runs for g in one.row.summary["score"]["groups"]))
 
-    def _parts(self, runs: Sequence[Chosen]) -> list[str]:
-        """Return what tells the groups of a task apart: the first part of `vt/4096` where all have
-        the same second one, or the other way round; else their names, and of many the second
-        part. Empty if there is only one group."""
+    def _parts(self, runs: Sequence[Chosen]) -> dict[str, tuple[str, ...]]:
+        """Return the groups of a task by what tells them apart: the first part of `vt/4096` where
+        all have the same second one, or the other way round; else their names, and of many the
+        second part. Empty if there is only one group."""
         groups = self._groups(runs)
-        firsts, seconds = (list(dict.fromkeys(g.split("/")[at] for g in groups)) for at in (0, -1))
+        firsts, seconds = (_by_part(groups, at) for at in (0, -1))
         if len(groups) < 2:
-            return []
+            return {}
         if len(firsts) == 1 or (len(seconds) > 1 and len(groups) > MANY):
             return seconds
-        return firsts if len(firsts) == len(groups) else groups
+        return firsts if len(firsts) == len(groups) else {group: (group,) for group in groups}
 
     def _known(self) -> list[str]:
-        words = [SCORE, GROUPS, AVERAGE, *self._layout.averages, *MEASURES, *self._runs]
+        words = [SCORE, GROUPS, AVERAGE, *self._averages, *MEASURES, *self._runs]
         for runs in self._runs.values():
             words += self._groups(runs)
             words += [part for group in self._groups(runs) for part in group.split("/")]
         return list(dict.fromkeys(words))
+
+
+def _by_part(groups: Sequence[str], at: int) -> dict[str, tuple[str, ...]]:
+    """Return the groups by the part of their name at a place: 0 for the first, -1 for the last."""
+    parts = {group: group.split("/")[at] for group in groups}
+    return {
+        part: tuple(group for group in groups if parts[group] == part) for part in parts.values()
+    }

@@ -24,7 +24,8 @@ class Layout:
     columns: list[Any] | dict[str, Any] = field(default_factory=list)
     # name of a column -> the tasks and groups that it averages
     averages: dict[str, Any] = field(default_factory=dict)
-    missing: Literal["refuse", "drop"] = "refuse"  # a column that no run has
+    # a column, or a member of an average, that no run has
+    missing: Literal["refuse", "drop"] = "refuse"
     rows: Sequence[Dimension] = ()  # none: method and budget
     interval: Literal["pm", "small", "none"] = "pm"
     digits: Literal[0, 1, 2, 3] = 1
@@ -37,6 +38,11 @@ class Layout:
     fit: bool = False  # drawn as wide as a line of text
     size: Size | None = None  # of the type
     angle: int = 0  # of the columns' names, in degrees
+
+
+def items_of(value: Any) -> Sequence[Any]:
+    """Return the items of a list of a layout; one item is a list of one."""
+    return value if isinstance(value, (list, tuple)) else [value]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from harness.reports.paper.table import EMPTY, PaperTable
 from harness.reports.papers import RESULTS
 from harness.results import files
 from harness.terminal.notices import visible
-from harness.terminal.tables import Column, digits, markdown_table
+from harness.terminal.tables import Column, digits, in_markdown, markdown_table
 
 BIB = RESULTS / "paper" / "methods.bib"
 # of a name that may hold any character
@@ -70,7 +70,7 @@ def as_markdown(table: PaperTable) -> str:
         own = [table.cells.get((row, number)) for row in range(len(table.rows))]
         cells = [_in_markdown(cell, table) if cell else EMPTY for cell in own]
         columns.append(Column(" ".join(filter(None, line)), "", cells))
-    caption = visible(table.caption).replace(STAR, rf"\{STAR}")
+    caption = in_markdown(table.caption).replace(STAR, rf"\{STAR}")
     return f"{markdown_table(columns)}\n\n{caption}\n"
 
 
@@ -111,7 +111,7 @@ def as_latex(table: PaperTable) -> str:
     places = np.arange(len(texts)).reshape(len(table.rows), len(over))
     index = pd.MultiIndex.from_tuples(table.rows) if names > 1 else [word for (word,) in table.rows]
     style = pd.DataFrame(places, index=index).style.format(texts.__getitem__)
-    style = style.format_index(lambda word: in_latex(word) + cited.get(word, ""))
+    style = style.format_index(lambda word: _named(word, cited))
     said = layout.caption or in_latex(table.title)
     drawn = style.to_latex(
         column_format="l" * names + "c" * len(over),
@@ -159,7 +159,7 @@ def _header(table: PaperTable, cited: Mapping[str, str]) -> Iterator[str]:
         at = len(names)
         for line, some in groupby(table.columns, key=lambda line: line[: level + 1]):
             size = len(list(some))
-            word = in_latex(line[-1]) + cited.get(line[-1], "")
+            word = _named(line[-1], cited)
             if is_last and table.layout.angle:
                 word = rf"\rotatebox{{{table.layout.angle}}}{{{word}}}"
             if word and not is_last:
@@ -169,6 +169,13 @@ def _header(table: PaperTable, cited: Mapping[str, str]) -> Iterator[str]:
         yield " & ".join(cells) + r" \\"
         if rules:
             yield " ".join(rules)
+
+
+def _named(word: str, cited: Mapping[str, str]) -> str:
+    """Return the cell of a name. A row's end or a rule before it would take a bracket for its
+    argument, and drop a star."""
+    shield = "{}" if word.lstrip().startswith(("[", STAR)) else ""
+    return shield + in_latex(word) + cited.get(word, "")
 
 
 def in_latex(text: str) -> str:

@@ -12,7 +12,7 @@ from harness.reports.choice import Choice, Chosen, choose
 from harness.reports.compare import comparisons
 from harness.results.records import StoreError
 from harness.results.run_folder import find, load
-from tests.fake_records import records, write_run
+from tests.fake_records import records, rewrite, write_run
 
 SNAPKV = "methods.snapkv.SnapKV"
 
@@ -73,6 +73,45 @@ def test_a_method_has_one_name_in_all_tables_and_tables_of_a_task_keep_theirs(ro
     assert {one for one in shown if one[0] == "Other"} == {("Other", f"{niah} (lengths=[1024])", "Full", "")}
     one = chosen(root, models=["org/Other"], tasks=["niah"], names={"Other": "A", "niah": "Needles"})
     assert [(row.model, row.task) for row in one] == [("A", "Needles (lengths=[1024])")]
+
+
+@pytest.mark.parametrize(
+    ("models", "revisions", "shown"),
+    [
+        ([{"name": "a/T"}, {"name": "b/T"}], "xx", ["T (name=a/T)", "T (name=b/T)"]),
+        (
+            [{"name": "T", "adapter": "a/lora"}, {"name": "T", "adapter": "b/lora"}],
+            "xy",
+            ["T with lora (adapter=a/lora)", "T with lora (adapter=b/lora)"],
+        ),
+        (
+            [{"name": "T", "rope": None}, {"name": "T", "rope": {"rope_type": "yarn", "factor": 4}}],
+            "xy",
+            ["T", "T (rope={rope_type: yarn,factor: 4})"],
+        ),
+        ([{"name": "T"}] * 2, "xy", ["T (revision=x)", "T (revision=y)"]),
+    ],
+)
+def test_models_of_one_name_have_places_and_names_of_their_own(
+    tmp_path: Path, models: Any, revisions: str, shown: list[str]
+) -> None:
+    for model, revision in zip(models, revisions, strict=True):
+        for task in ("Niah", "Ruler"):
+            folder = write(
+                tmp_path / f"{len(list(tmp_path.iterdir()))}", model=model, task={"_target_": f"evals.{task}"}
+            )
+            rewrite(folder, presets={"task": task, "model": "hf"}, identity={"model_revision": revision})
+    found = chosen(tmp_path)
+    assert [(one.places[0], one.model, one.task) for one in found] == [
+        (place, model, task) for place, model in enumerate(shown) for task in ("Niah", "Ruler")
+    ]
+
+
+def test_budgets_that_a_report_writes_alike_are_printed_as_they_were_typed(tmp_path: Path) -> None:
+    for budget in ("1536MiB", "1540MiB", "2048MiB"):
+        write(tmp_path, "snapkv", budget, method={"_target_": SNAPKV})
+    assert rows(tmp_path) == ["SnapKV 1536MiB", "SnapKV 1540MiB", "SnapKV 2.00 GiB"]
+    assert rows(tmp_path, budgets=["1540MiB"], names={"1540MiB": "more"}) == ["SnapKV more"]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from harness.reports.compare import comparisons
 from harness.reports.document import as_rows
 from harness.reports.paper.layout import Layout
 from harness.reports.paper.table import PaperTable, paper_table
-from harness.reports.paper.writers import BIB, as_latex
+from harness.reports.paper.writers import BIB, as_latex, as_markdown
 from harness.results.run_folder import find, load
 from tests.fake_records import record, write_run
 
@@ -47,6 +47,16 @@ def write(root: Path, scores: list[float], method: str, budget: float | None = N
         "averages": {"mean": fmean(scores), "half": 0.5, "effective_length": 4096.0},
     }
     return write_run(root, lines, method, budget=budget, facts=facts, method=METHODS[method].values(), **changes)
+
+
+def write_groups(root: Path, scores: dict[str, float], size: int = 1, /, **facts: Any) -> Path:
+    """A run of Full on RULER with these scores of groups; their examples of one number are about one text."""
+    lines = [
+        record(f"{group} {i}", group=group, score=score, unit=f"text {i}")
+        for group, score in scores.items()
+        for i in range(size)
+    ]
+    return write_run(root, lines, facts={"presets": {"method": "full", "task": "ruler"}} | facts, **RULER)
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +188,40 @@ def test_an_average_gives_tasks_the_same_weight_and_needs_all_of_them(root: Path
 
 
 @pytest.mark.parametrize(
+    ("scores", "shown"),
+    [
+        ({"law": 1.0, "law/civil": 0.5, "law/penal": 0.0}, {"law": 100, "civil": 50, "penal": 0}),
+        ({"tax": 0.0, "law": 1.0, "law/civil": 0.5}, {"tax": 0, "law": 100, "law/civil": 50}),
+        ({"law/civil": 1.0, "civil/law": 0.0}, {"law": 100, "civil": 0}),
+    ],
+)
+def test_a_column_of_a_group_has_no_group_but_its_own(tmp_path: Path, scores: Any, shown: Any) -> None:
+    write_groups(tmp_path, scores)
+    means = table(tmp_path).xs("value", axis=1, level=-1).iloc[0]
+    assert means.iloc[:-1].to_dict() == shown
+    columns = {"table": {"columns": [*scores, "civil"]}}
+    named = table(tmp_path, columns).xs("value", axis=1, level=-1).iloc[0]
+    assert {group: named[group] / 100 for group in scores} == scores
+    assert named["civil"] == 50  # a part stands for all groups that have it
+
+
+def test_questions_on_one_text_count_as_one_in_all_groups_of_an_average(tmp_path: Path) -> None:
+    write_groups(tmp_path, {"vt": 1.0, "cwe": 1.0}, 12)
+    averages = {"both": ["vt", "cwe"], "twice": ["vt", "vt"]}
+    frame = table(tmp_path, {"table": {"averages": averages, "columns": [*averages, "score", "vt"]}})
+    low = frame.xs("low", axis=1, level=-1).iloc[0]
+    assert [low["both"], low["twice"]] == [low["Avg."], low["vt"]]
+
+
+def test_an_average_of_the_task_is_a_number_in_all_rows_if_it_is_one_in_any(tmp_path: Path) -> None:
+    for number, length in enumerate((0.5, 2.0)):
+        averages = {"length": length, "share": length / 4}
+        write_groups(tmp_path / f"{number}", {"vt": 1.0}, averages=averages)
+    frame = table(tmp_path, {"table": {"columns": ["length", "share"]}}).xs("value", axis=1, level=-1)
+    assert frame.to_numpy().tolist() == [[0.5, 12.5], [2.0, 50.0]]
+
+
+@pytest.mark.parametrize(
     ("choice", "shown"),
     [
         ({}, ["Needle in a haystack", "RULER", "Avg."]),
@@ -197,6 +241,13 @@ def test_an_average_gives_tasks_the_same_weight_and_needs_all_of_them(root: Path
             ["memory.host_peak_bytes (KiB)", "effective_length"],
         ),
         ({"table": {"columns": ["vt", "qa_1"], "missing": "drop"}}, ["vt"]),
+        (
+            {"table": {"columns": ["QA", "A"], "averages": {"QA": "qa_1", "A": ["vt", "qa_1"]}, "missing": "drop"}},
+            ["A"],
+        ),
+        ({"table": {"columns": {"Long": 1024}}}, ["Long/1024"]),
+        ({"table": {"columns": [1], "averages": {1: 1024}}}, ["1"]),
+        ({"table": {"columns": {"A": ["ruler", "vt", "average"]}}}, ["A/RULER: Avg.", "A/vt", "A/Avg."]),
     ],
 )
 def test_columns_are_tasks_groups_averages_and_measures(root: Path, choice: Any, shown: list[str]) -> None:
@@ -225,6 +276,8 @@ def test_models_stand_side_by_side_or_below_each_other_and_a_table_may_be_turned
     [
         ({"table": {"columns": ["vtt"]}}, "columns: vtt is in no run; did you mean vt?"),
         ({"table": {"column": ["vt"]}}, "table: there is no key column; did you mean columns?"),
+        ({"names": {"vt": "X", "cwe": "X"}, "tasks": ["ruler"]}, "several columns are called RULER: X: give each"),
+        ({"table": {"columns": ["A"], "averages": {"A": ["vt", "qa_1"]}}}, "averages: A: no run has a score of qa_1"),
         ({"table": {"rows": ["model", "method", "budget", "column"]}}, "leaves nothing for the columns"),
         ({"table": {"interval": "wide"}}, "interval"),
         ({"table": {"columns": ["qa_1"], "missing": "drop"}}, "no run has one of the columns qa_1"),
@@ -263,15 +316,19 @@ def test_the_command_says_what_is_wrong_and_what_the_author_must_know(root: Path
 @pytest.mark.parametrize("name", [file.stem for file in LAYOUTS.glob("*.yaml")])
 def test_a_layout_shows_what_was_run_of_its_table(tmp_path: Path, name: str) -> None:
     task = Choice.read(name).tasks[0]
-    groups = ["qasper", "hotpotqa"] if task == "longbench" else ["niah_single_1/4096", "vt/4096"]
+    groups = ["niah_single_1/4096", "vt/4096", "cwe/4096"]
+    if task == "longbench":
+        groups = ["qasper", "hotpotqa", "multifieldqa_zh"]
     for method, budget in (("full", None), ("snapkv", 0.1), ("quest", 0.1)):
-        lines = [record(f"e{i}", group=groups[i % 2]) for i in range(4)]
+        lines = [record(f"e{i}", group=groups[i % 3], score=i % 3 < 2) for i in range(6)]
         facts = {"presets": {"method": method, "task": task}}
         write_run(tmp_path, lines, method, budget=budget, method=METHODS[method].values(), facts=facts)
     table = paper_table(comparisons([load(run) for run in find([tmp_path])]), Choice.read(name))
     words = {word for line in (*table.rows, *table.columns) for word in line}
     assert {"Full", "Quest", "SnapKV"} < words
     assert {"HotpotQA" if task == "longbench" else "N-S1"} < words
+    assert name == "snapkv" or words & {"Average", "Avg."}
+    assert {cell.value for cell in table.cells.values()} == {100}  # the last group is no column of the paper's
     assert "% \\usepackage{booktabs" in as_latex(table)
 
 
@@ -293,11 +350,20 @@ def test_the_file_in_docs_is_one(tmp_path: Path) -> None:
     assert checked(Layout, choice.table, "table").columns[0] == "vt"
 
 
+def test_no_name_is_a_command_of_the_form_it_is_written_in(root: Path, tmp_path: Path) -> None:
+    text = as_latex(made(root, names={"quest": "[Ours]", "snapkv": "*", "niah": " [a] & b"}))
+    assert "\n{}[Ours] & 10\\% &" in text
+    assert "\n{}* &" in text
+    assert r"& {} [a] \& b &" in text
+    write(tmp_path, GOOD, "full", model={"name": "<img src=x>", "revision": None})
+    assert "<img" not in as_markdown(made(tmp_path))
+
+
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs pdflatex (texlive-latex-recommended)")
 def test_latex_compiles_in_the_document_of_docs_whatever_the_names_are(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root, tmp_path / "runs")
     write(tmp_path / "runs", GOOD, "full", **OTHER)
-    names = {"snapkv": r"50 % \_{x}^~#$&<|>", "vt": "±†", "quest": "Größe"}
+    names = {"snapkv": r"50 % \_{x}^~#$&<|>", "vt": "[±†]", "cwe": "*", "quest": "Größe", "full": "[2]"}
     [page] = re.findall(r"```latex\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
     layouts: list[dict[str, Any]] = [
         {},
