@@ -52,7 +52,7 @@ of_paper("needles", chosen, look)
 # Score against the share of the prompt that was read and against time, then the published averages of the PQCache paper's setting.
 
 # %%
-of_paper("frontier", chosen, replace(look, costs=["read", "time"]))
+of_paper("frontier", chosen, replace(look, costs=["read", "tpot"]))
 
 # %%
 paper = pd.read_csv("../results/paper/paper_reference.csv")
