@@ -56,14 +56,11 @@ class PaperColumn:
         return self.scored and len(self.pieces) == 1 and not self.pieces[0].groups
 
 
-def in_part(group: str, part: str) -> bool:
-    return group == part or part in group.split("/")
-
-
 def groups_called(word: str, groups: Sequence[str]) -> tuple[str, ...]:
     """Return the group of this name, or else all groups that have the word as a part of theirs, as
     `vt/4096` has `vt` and `4096`."""
-    return (word,) if word in groups else tuple(group for group in groups if in_part(group, word))
+    parts = tuple(group for group in groups if word in group.split("/"))
+    return (word,) if word in groups else parts
 
 
 def columns(

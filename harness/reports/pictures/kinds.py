@@ -11,7 +11,7 @@ from typing import NamedTuple
 from harness.config.plugins import suggestion
 from harness.reports.choice import Chosen
 from harness.reports.compare import PERPLEXITY, Comparison, ReportRow, corrected
-from harness.reports.paper.columns import in_part
+from harness.reports.paper.columns import groups_called
 from harness.reports.pictures import along, differences, heatmap, lengths, scores
 from harness.reports.pictures.figures import Drawn, Look, styled
 from harness.results.summary import summary_of
@@ -74,9 +74,10 @@ def of_paper(
 
 
 def _part(row: ReportRow, group: str) -> ReportRow | None:
-    """Return the row of the examples in the groups that have this part; None if it has none."""
+    """Return the row of the examples in the groups called so; None if it has none."""
+    groups = groups_called(group, sorted({record.group for record in row.run.records}))
     run, full = (
-        one and replace(one, records=[r for r in one.records if in_part(r.group, group)])
+        one and replace(one, records=[r for r in one.records if r.group in groups])
         for one in (row.run, row.full)
     )
     if not run or not run.records:
