@@ -64,8 +64,9 @@ def test_names_are_no_markup_in_files(tmp_path: Path) -> None:
         "cautions": [name],
     }
     write_run(tmp_path / "runs", [record(group=name, warnings=[name])], facts=facts)
-    files = {end: tmp_path / f"page.{end}" for end in ("md", "tex")}
-    assert report.main([str(tmp_path / "runs"), f"--html={tmp_path}", *(f"--{end}={files[end]}" for end in files)]) == 0
+    runs, files = str(tmp_path / "runs"), {end: tmp_path / f"page.{end}" for end in ("md", "tex")}
+    assert report.main([runs, f"--html={tmp_path}", f"--md={files['md']}"]) == 0
+    assert report.main([runs, "--paper", f"--out={files['tex']}"]) == 0
     markdown, latex, html = (path.read_text() for path in (*files.values(), tmp_path / "index.html"))
     assert controls(markdown) == controls(latex) == set()
     assert "<script>alert" not in markdown + html
