@@ -289,15 +289,3 @@ def test_the_embedded_tokenizer_agrees_with_transformers_but_for_space_before_di
     # llama.cpp and the published tokenizer split digits off first
     assert ours.tokenize("x\n    12") == ["x", "ĊĠĠĠĠ", "1", "2"]
     assert theirs.tokenize("x\n    12") == ["x", "ĊĠĠĠ", "Ġ", "1", "2"]
-
-
-@pytest.mark.model
-@needs_wheel
-@needs_accelerate
-def test_the_embedded_weights_are_those_that_transformers_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KV_HARNESS_CACHE")
-    file = embedded.find_gguf()
-    theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).state_dict()
-    ours = SmolLM2().load("fp32", "cpu").model.state_dict()
-    for name in ("embed_tokens", "layers.0.self_attn.q_proj", "layers.29.self_attn.k_proj", "layers.7.mlp.down_proj"):
-        assert torch.equal(ours[f"model.{name}.weight"], theirs[f"model.{name}.weight"])
