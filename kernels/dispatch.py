@@ -53,6 +53,9 @@ class Op:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forced = _forced.get()
         for name in (forced,) if forced in self.targets else self.order:
+            on_gpu = bool(args) and getattr(args[0], "is_cuda", False)
+            if name == "cpu" and name not in self._loaded and on_gpu and forced is None:
+                continue  # it would be compiled only to refuse
             run, refuses, too_large = self._loaded.get(name) or self._import(name)
             reason = None if refuses is None else refuses(*args, **kwargs)
             if reason is not None:

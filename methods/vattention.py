@@ -43,7 +43,6 @@ from methods.parts import costs
 
 _STEP, _MIX = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # SplitMix64
 _HEADS = 1 << 32  # draws of a head in a step, more than any sample has
-_LONG = 1 << 16  # tokens from which on heads that are weighed one by one save more than they cost
 
 
 class VAttentionRead(Select, capturable=True):

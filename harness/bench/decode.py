@@ -239,7 +239,7 @@ def cache_spec(method: Method, options: argparse.Namespace) -> CacheSpec:
         dtype=options.dtype,
         device=options.device,
         prefill_chunk=usual_chunk(options.device, method.dense_prefill),
-        overlap="on" if options.overlap == "on" else "off",
+        overlap=options.overlap,
         graphs="off" if options.device == "cpu" else "on",
     )
     return CacheSpec(settings, method, methods.given_to(method, options)[0])

@@ -30,8 +30,9 @@ from kernels.cpu.ffi.bindings import (
     real,
 )
 from kernels.cpu.ffi.library import load
+from kernels.cpu.widths import MOST_LINES, WIDTHS, width_of
 from kernels.levels import CodedLevels, level_table, normal_matrix
-from kernels.ragged import Ragged, first_of
+from kernels.ragged import Ragged, counts_of, first_of, table_of
 from kernels.reference import Segment
 
 CODES = FieldGroup(
@@ -89,8 +90,6 @@ _library = load(
     "coded", Function("coded_attention", CodedAttention), Function("decode_rows", DecodeRows)
 )
 
-_WIDTHS = {torch.float32: 16, torch.bfloat16: 32}  # channels of a cache line
-_LINES = (1, 2, 3, 4, 6, 8)  # head sizes that the library is built for
 _MOST_CHANNELS, _MOST_RANGES = 256, 16
 
 
@@ -105,14 +104,15 @@ def coded_attention(
 def _attended(q: Tensor, coded: Codes, scale: float) -> tuple[Tensor, Tensor]:
     (batch, heads, _, dim), (_, groups, count, _) = q.shape, coded.k.shape
     out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
-    more = _width(dim, q.dtype) - dim
+    more = width_of(dim, q.dtype) - dim
     signs = None
     if isinstance(coded, CodedLevels) and coded.seed is not None:
         # (signs @ matrix) . q = signs . (matrix @ q)
         turned = q.float() @ normal_matrix(dim, coded.seed, q.device).T
         signs = pad(turned.to(q.dtype), (0, more))
     _library.coded_attention(
-        q=pad(q, (0, more)).contiguous(), q_signs=signs, out=out, lse=lse, **_described(coded), counts=_counts(coded),
+        q=pad(q, (0, more)).contiguous(), q_signs=signs, out=out, lse=lse, **_described(coded),
+        counts=counts_of(coded.k, coded.k.device),
         batch=batch, groups=groups, heads=heads // groups, width=dim + more, count=count, scale=scale,
     )  # fmt: skip
     return out, lse
@@ -121,9 +121,9 @@ def _attended(q: Tensor, coded: Codes, scale: float) -> tuple[Tensor, Tensor]:
 def coded_attention_refuses(
     q: Tensor, segments: Sequence[Segment | Codes], scale: float
 ) -> str | None:
-    if q.dtype not in _WIDTHS or q.is_cuda:
+    if q.dtype not in WIDTHS or q.is_cuda:
         return f"takes float32 and bfloat16 on the CPU, got {q.dtype} on {q.device}"
-    if q.shape[3] > _LINES[-1] * _WIDTHS[q.dtype]:
+    if q.shape[3] > MOST_LINES * WIDTHS[q.dtype]:
         return f"is not built for heads of {q.shape[3]} x {q.dtype}"
     reasons = (_unfit(coded) for coded in segments if not isinstance(coded, Segment))
     return next((reason for reason in reasons if reason), None)
@@ -139,7 +139,10 @@ def decode_rows(
     """Turn codes of the tokens `rows` (None: all) back into keys and values [B G K D], as
     kernels/coded.py defines it."""
     listed = [None if x is None else x.long().contiguous() for x in (rows, blocks)]
-    (batch, groups, *_), counts = coded.k.shape, None if rows is not None else _counts(coded)
+    (batch, groups, *_), counts = (
+        coded.k.shape,
+        None if rows is not None else counts_of(coded.k, coded.k.device),
+    )
     count = decoded_tokens(coded, rows if blocks is None else blocks, recent)
     k, v = (torch.empty((batch, groups, count, coded.dim), dtype=dtype) for _ in range(2))
     if count:
@@ -157,7 +160,7 @@ def decode_rows_refuses(
     dtype: torch.dtype,
     recent: tuple[Tensor, Tensor] | None = None,
 ) -> str | None:
-    if dtype not in _WIDTHS or coded.k.device.type != "cpu":
+    if dtype not in WIDTHS or coded.k.device.type != "cpu":
         return f"makes float32 and bfloat16 on the CPU, got {dtype} on {coded.k.device}"
     if isinstance(coded, CodedLevels) and coded.seed is not None:
         return "does not turn signs back into numbers"
@@ -187,19 +190,8 @@ def _described(coded: Codes) -> dict[str, Any]:
     }
     for name, x in zip(("k", "v", "k_range", "v_range"), coded.all_four, strict=True):
         described[f"codes_{name}"] = first_of(x)
-        described[f"codes_{name}_table"] = x.table if isinstance(x, Ragged) else None
+        described[f"codes_{name}_table"] = table_of(x)
     return described
-
-
-def _counts(coded: Codes) -> Tensor | None:
-    return coded.k.counts if isinstance(coded.k, Ragged) else None
-
-
-def _width(dim: int, dtype: torch.dtype) -> int:
-    """Return the numbers of the least size of heads that the library is built for and `dim` fit
-    into."""
-    lanes = _WIDTHS[dtype]
-    return next(lines for lines in _LINES if lines * lanes >= dim) * lanes
 
 
 def _unfit(coded: Codes) -> str | None:

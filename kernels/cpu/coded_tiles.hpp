@@ -228,9 +228,10 @@ struct TileAttention {
         }
         for (int h = 0; h < heads; h++) {
             to[h].top = states[h].top, to[h].totals = states[h].totals;
-            for (int c = 0; c < dim; c++) {
-                float center = ranged ? sum(load<f32>(states[h].acc + width + c * ranges / dim * LANES)) : 0;
-                to[h].acc[channel(BF16{}, c)] = states[h].acc[c] + center;
+            for (int r = 0; r < ranges; r++) {
+                const float center = ranged ? sum(load<f32>(states[h].acc + width + r * LANES)) : 0;
+                for (int c = r * dim / ranges; c < (r + 1) * dim / ranges; c++)
+                    to[h].acc[channel(BF16{}, c)] = states[h].acc[c] + center;
             }
         }
     }

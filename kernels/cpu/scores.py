@@ -80,8 +80,10 @@ def row_scores_with_lse(q: Tensor, x: Tensor, scale: float) -> tuple[Tensor, Ten
 
 
 def row_scores_with_lse_refuses(q: Tensor, x: Tensor, scale: float) -> str | None:
-    if isinstance(x, Ragged) or not x.shape[2]:
+    if isinstance(x, Ragged):
         return "takes rows of sequences of one length"
+    if not x.shape[2]:
+        return "takes at least one row"
     return row_scores_refuses(q, x)
 
 

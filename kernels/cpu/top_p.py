@@ -18,6 +18,7 @@ from kernels.cpu.ffi.bindings import (
     real,
 )
 from kernels.cpu.ffi.library import load
+from kernels.cpu.widths import MOST_LINES, WIDTHS, width_of
 from kernels.ragged import first_of, table_of
 from kernels.top_p import KeyCodes
 
@@ -50,17 +51,13 @@ _library = load(
     "top_p", Function("estimated_logits", EstimatedLogits), Function("carrying", Carrying)
 )
 
-_WIDTHS = {torch.float32: 16, torch.bfloat16: 32}  # channels of a cache line
-_LINES = (1, 2, 3, 4, 6, 8)  # head sizes that the library is built for
-
 
 def estimated_logits(q: Tensor, keys: KeyCodes, rows: Tensor) -> Tensor:
     """Multiply queries q [B G g D] with the quantised keys of chosen tokens, rows [B G|H K], as
     kernels/top_p.py defines it. -> [B G g K] or [B H 1 K]"""
     (batch, groups, heads, dim), (_, lists, count) = q.shape, rows.shape
     out = q.new_empty((batch, lists, groups * heads // lists, count), dtype=torch.float32)
-    lanes = _WIDTHS[q.dtype]
-    width = next(lines for lines in _LINES if lines * lanes >= dim) * lanes
+    width = width_of(dim, q.dtype)
     if count:
         _library.estimated_logits(
             q=pad(q, (0, width - dim)).contiguous(), codes=first_of(keys.codes), ranges=first_of(keys.ranges),
@@ -71,9 +68,9 @@ def estimated_logits(q: Tensor, keys: KeyCodes, rows: Tensor) -> Tensor:
 
 
 def estimated_logits_refuses(q: Tensor, keys: KeyCodes, rows: Tensor) -> str | None:
-    if q.dtype not in _WIDTHS or q.is_cuda:
+    if q.dtype not in WIDTHS or q.is_cuda:
         return f"takes float32 and bfloat16 on the CPU, got {q.dtype} on {q.device}"
-    if q.shape[3] % 16 or q.shape[3] > _LINES[-1] * _WIDTHS[q.dtype]:
+    if q.shape[3] % 16 or q.shape[3] > MOST_LINES * WIDTHS[q.dtype]:
         return f"is not built for heads of {q.shape[3]} x {q.dtype}"
     return None
 

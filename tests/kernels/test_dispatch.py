@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,3 +112,10 @@ def test_the_seconds_of_compiling_are_clocked(monkeypatch: pytest.MonkeyPatch) -
     assert asked == [{"key": 0}, {"key": 1}]
     assert toolchain.compiled_s(0) == 20
     assert toolchain.compiled_s(25) == 10
+
+
+def test_what_lies_on_a_gpu_compiles_nothing_for_the_cpu(op: Op) -> None:
+    own, place = Op("double", cpu="picky_backend", torch="plain_backend"), SimpleNamespace(is_cuda=True)
+    assert own(place) == ("plain", place)
+    assert "cpu" not in own._loaded
+    assert own(2) == ("picky", 2)

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from math import sqrt
+from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from statistics import median
 from textwrap import shorten
@@ -26,7 +28,7 @@ Failures = dict[CallKey, str]  # why calls could not be measured
 CACHE_BYTES = {"cpu": 1 << 29, "cuda": 1 << 28}
 PAUSE_CYCLES = 10_000_000  # about 5 ms: no operation and no step of a layer takes as long to launch
 TOLERATED = 0.02  # share of a measured time that its threads may wait for a CPU
-# a thread that was put off waits about that long
+# a thread that was put off waits about that long, where the system does not count it
 SLICE_S = 0.004
 
 
@@ -45,25 +47,53 @@ class MarkedSeconds(float):
         return self
 
 
+class LoadCounts(NamedTuple):
+    """How often and how long all threads of this process have had to wait for a CPU so far."""
+
+    switches: int  # involuntary: a thread could go on, and somebody else got its CPU
+    waited_s: float  # ready to run, without a CPU
+
+
 class LoadWatch:
     """A stopwatch, started when it is made, that also notices if other processes take our CPU."""
 
     def __init__(self) -> None:
-        self._before, self._began = _switches(), perf_counter()
+        self._before, self._began = counts(), perf_counter()
 
     def seconds(self) -> MarkedSeconds:
         return MarkedSeconds(perf_counter() - self._began, self.disturbed())
 
     def disturbed(self) -> bool:
-        """Return True if, since the start, threads lost their CPU to another process so often that
-        they waited for a noticeable share of the time: now and then the system itself takes one."""
-        lost = _switches() - self._before
-        return lost * SLICE_S > TOLERATED * (perf_counter() - self._began)
+        """Return True if, since the start, a thread lost its CPU to another process, and all
+        threads together waited for a noticeable share of the time.
+
+        Both are needed: in a long time the system itself takes a CPU now and then, and in a short
+        one every thread that wakes up waits a little.
+        """
+        passed, now = perf_counter() - self._began, counts()
+        switches, waited_s = (
+            after - before for after, before in zip(now, self._before, strict=True)
+        )
+        return switches > 0 and waited_s > TOLERATED * passed
 
 
-def _switches() -> int:
-    """Return how often a thread of this process could go on, and somebody else got its CPU."""
-    return getrusage(RUSAGE_SELF).ru_nivcsw
+def counts() -> LoadCounts:
+    """Return the counts of this process: measured per thread on Linux, estimated elsewhere."""
+    threads = list(_threads(Path("/proc/self/task")))
+    if threads:
+        return LoadCounts(*map(sum, zip(*threads, strict=True)))
+    switches = getrusage(RUSAGE_SELF).ru_nivcsw
+    return LoadCounts(switches, switches * SLICE_S)
+
+
+def _threads(folder: Path) -> Iterator[LoadCounts]:
+    for task in folder.iterdir() if folder.is_dir() else ():
+        # it has just ended, or the system does not count
+        with suppress(OSError, IndexError, ValueError):
+            switches = int(
+                (task / "status").read_text().rpartition("nonvoluntary_ctxt_switches:")[2]
+            )
+            yield LoadCounts(switches, int((task / "schedstat").read_text().split()[1]) / 1e9)
 
 
 class Estimate(NamedTuple):
