@@ -61,9 +61,11 @@ def written(kind: str, name: str, package: str) -> dict[Path, str]:
         for suffix in (".py", ".yaml")
     }
     own = "".join(part.title() for part in name.split("_"))
-    if name != template and re.search(rf"\b{own}(Keep|Read)?\b", sources[".py"]):
+    if iskeyword(own) or (
+        name != template and re.search(rf"\b{own}(Keep|Read)?\b", sources[".py"])
+    ):
         raise ConfigError(
-            f"{name} would be the class {own}, which the file has already: choose another name."
+            f"{name} would be the class {own}, which is taken in such a file: choose another name."
         )
 
     def renamed(text: str) -> str:

@@ -113,6 +113,11 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
         parser.error(
             f"--html {options.html}: takes a folder, and writes index.html there: name one without .html"
         )
+    apart = options.details or (options.against and not (options.md or options.csv))
+    if (options.paper or options.figure) and apart:
+        parser.error(
+            "--paper and --figure print no table: use --details and --against in a command of their own"
+        )
     if others := [f"--{name}" for name in ALONE if options.leaderboard and getattr(options, name)]:
         parser.error(
             f"--leaderboard shows CSV files and no runs: use {others[0]} in a command of its own"

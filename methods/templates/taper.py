@@ -48,6 +48,12 @@ class Taper(PolicyMethod):
     window: int = 16
     slope: float = 0.5
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.slope < 1:
+            raise ValueError(
+                f"slope={self.slope} leaves the last layer nothing to read: give at least 0 and less than 1."
+            )
+
     @property
     # placement=host and disk: the middle lies there, and what is selected comes back
     def offloads(self) -> bool:
@@ -59,9 +65,8 @@ class Taper(PolicyMethod):
 
     def plan(self, spec: LayerSpec, budget: int, sealed: int) -> Plan:
         """Return how a layer's share of the budget is spent: over all layers it is the budget."""
-        place = 1 - 2 * spec.index / max(
-            1, spec.num_layers - 1
-        )  # 1 in the first layer, -1 in the last
+        # 1 in the first layer, -1 in the last
+        place = 1 - 2 * spec.index / (spec.num_layers - 1) if spec.num_layers > 1 else 0
         tokens = min(sealed, round(budget * (1 + self.slope * place)))
         return Plan(self.sinks, self.window, tokens - self.sinks - self.window)
 

@@ -105,6 +105,12 @@ class Greedy(LagKeep):
         return budget + 3
 
 
+class Excused(LagKeep):
+    def size(self, budget: int) -> int:
+        self.layer.fallback = "the text asks for more"
+        return budget + 3
+
+
 class Heavy(LagKeep):
     def close(self, evicted: int) -> None:
         self.notes = torch.zeros(5000)
@@ -182,6 +188,7 @@ class Wide(LagKeep):
 FLAWS: list[tuple[str, Any, str]] = [  # check, policy, what it says
     ("budget 1.0 is Full", Loud, "at token 2.*so a step reads or weighs it otherwise"),
     ("budget 1.0 is Full", Rewritten, "at token 2.*stores other values than the model made"),
+    ("budget kept", Excused, "step 1 reads 36, 36, 36 tokens"),
     ("budget kept", Greedy, "step 1 reads 36, 36, 36 tokens of it in the layers, and their budgets are 33, 33, 33"),
     ("bytes as said", Heavy, r"\d+ bytes are on the device, and `cost` says \d+"),
     ("chunks as whole", ByChunk, "in chunks of 19 tokens is answered otherwise at token 2"),
@@ -270,9 +277,10 @@ def test_a_yaml_without_a_class_says_what_it_lacks(run: Run) -> None:
         ("mine", "mine/mine.py is there already"),
         ("snapkv", "snapkv is a method of the harness"),
         ("Mine", "'Mine' cannot name a method"),
+        ("none", "none would be the class None"),
         ("class", "'class' cannot name a method"),
         ("a-b.mine2", "'a-b' cannot name a package"),
-        ("plan", "plan would be the class Plan, which the file has already"),
+        ("plan", "plan would be the class Plan, which is taken"),
     ],
 )
 def test_a_name_that_is_taken_or_none_is_refused(name: str, says: str, run: Run) -> None:

@@ -138,3 +138,12 @@ def test_a_budget_that_covers_everything_is_full_on_other_models(name: str, arch
 def test_a_method_that_keeps_all_on_the_device_refuses_other_places() -> None:
     with pytest.raises(ValueError, match="SnapKV keeps nothing on the host: use placement=device"):
         attach(SnapKV(), 0.4, placement="host").__enter__()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_is_read_whole_only_below_the_least_budget(name: str) -> None:
+    method = small(name)
+    if not method.uses_budget or name == "kvpress":
+        pytest.skip("it takes no budget, or asks its press")
+    least = method.smallest_budget
+    assert [method.reads_all(100, tokens) for tokens in (least - 1, least, 99, 100)] == [True, False, False, True]
