@@ -178,7 +178,7 @@ def _p(row: Row, others: Mapping[str, Sequence[Record]], column: PaperColumn) ->
     theirs = [[other for _, other in some] for some in pairs]
     if row[column.pieces[0].task].table.of_perplexity:
         cost = likelihood(ours[0], theirs[0])
-        return (cost or {}).get("full", {}).get("p")
+        return ((cost or {}).get("full") or {}).get("p")
     scores, groups, units = _flat(column, ours)
     return stats.p_value(scores, _flat(column, theirs)[0], units, groups)
 

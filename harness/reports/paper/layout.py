@@ -65,6 +65,8 @@ class Measure:
         words = self.path.replace(".", "_").split("_")
         if "bytes" in words:
             return BYTES
+        if "tok" in words:  # tokens per second
+            return PLAIN
         return SECONDS if "s" in words else PERCENT if "share" in words else PLAIN
 
     @property

@@ -146,7 +146,8 @@ def paper_table(
     is in no run."""
     layout = checked(Layout, choice.table, "table")
     chosen = choose(tables, choice, config_dirs)
-    found, named = cells(rows_of(chosen), columns(chosen, layout, choice.names), bold=layout.bold)
+    by_key = rows_of(chosen)
+    found, named = cells(by_key, columns(chosen, layout, choice.names), bold=layout.bold)
     heads = any(one.head for one in named)
     texts: dict[Dimension, dict[int, Line]] = {
         "model": {one.places[0]: (one.model,) for one in chosen},
@@ -155,12 +156,21 @@ def paper_table(
         "column": {at: (one.head, one.name)[not heads :] for at, one in enumerate(named)},
     }
     down, across = _dimensions(layout, len(texts["model"]), len(named))
-    places = [
-        dict(zip(("model", "method", "budget", "column"), (*key, number), strict=True))
-        for key, number in found
+    spots = [
+        (key, number)
+        for key, row in by_key.items()
+        for number, one in enumerate(named)
+        if any(piece.task in row for piece in one.pieces)
     ]
+    places = {
+        (key, number): dict(
+            zip(("model", "method", "budget", "column"), (*key, number), strict=True)
+        )
+        for key, number in spots
+    }
     rows, over = (
-        sorted({tuple(at[name] for name in names) for at in places}) for names in (down, across)
+        sorted({tuple(at[name] for name in names) for at in places.values()})
+        for names in (down, across)
     )
 
     def line(place: tuple[int, ...], names: Sequence[Dimension]) -> Line:
@@ -177,7 +187,7 @@ def paper_table(
         row_names=[word for name in down for word in NAMES[name][name == "column" and not heads :]],
         rows=[line(one, down) for one in rows],
         columns=[line(one, across) for one in over],
-        cells={place(at): cell for at, cell in zip(places, found.values(), strict=True)},
+        cells={place(places[spot]): cell for spot, cell in found.items()},
         breaks=frozenset(_breaks(rows, down, {one.places[2] for one in chosen if one.is_full})),
     )
 

@@ -12,7 +12,7 @@ from evals.stats import ALPHA
 from harness.reports.compare import Comparison, ReportRow
 from harness.reports.pictures import figures
 from harness.reports.pictures.figures import Drawn, Look
-from harness.reports.pictures.lines import named
+from harness.reports.pictures.lines import broken, named
 
 FAINT = "#9a9ca3"
 CAPTION = (
@@ -66,7 +66,7 @@ def differences(tables: Sequence[Comparison], look: Look) -> Drawn:
                         va="center_baseline",
                         fontsize=look.small,
                     )
-        axes.set_yticks(range(len(names)), names)
+        axes.set_yticks(range(len(names)), list(map(broken, names)))
         axes.set_ylim(-0.7, len(names) - 0.3)
         axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
         axes.xaxis.set_major_formatter(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
@@ -127,7 +127,8 @@ def panels(
     row of their own if it holds them; `right`: inches at the figure's right that they leave;
     `shared`: `sharex`, `sharey`."""
     fit = MOST_COLUMNS if look.inches is None else max(1, int(look.inches / NARROWEST))
-    columns = look.columns or (of_kind if 1 < of_kind <= fit else ceil(count / ceil(count / fit)))
+    usual = of_kind if 1 < of_kind <= fit else ceil(count / ceil(count / fit))
+    columns = min(count, look.columns or usual)
     rows = ceil(count / columns)
     whole = look.inches or columns * width
     inside = height or max(LOWEST, whole / columns * 2 / 3)
@@ -136,7 +137,7 @@ def panels(
     grid = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
     for axes in grid[count:]:
         axes.remove()
-    letters = int(60 * (whole - right) / columns / LETTER / look.font)
+    letters = max(1, int(60 * (whole - right) / columns / LETTER / look.font))
     return Panels(figure, grid[:count], columns, inside, letters)
 
 
@@ -186,12 +187,19 @@ def tokens(length: float) -> str:
     return f"{length / 1024:g}K" if length >= 1024 and length % 512 == 0 else f"{length:g}"
 
 
+def literal(text: str, typed: Iterable[str] = ()) -> str:
+    """Return a text in which a $ begins mathematics only within that of `typed` that it begins with:
+    a name from a record may hold any."""
+    own = max(filter(text.startswith, typed), key=len, default="")
+    return own + text[len(own) :].replace("$", r"\$")
+
+
 def title(figure: Figure, text: str, *below: str) -> None:
     """Set the title of a figure that stands alone; each of `below` is a line of its own under it."""
     letters = int(11 * figure.get_size_inches()[0])
     lines = textwrap.wrap(text, letters, break_long_words=False)
     if lines or below:
-        figure.suptitle("\n".join([*lines, *below]), x=0.01, ha="left")
+        figure.suptitle(literal("\n".join([*lines, *below])), x=0.01, ha="left")
 
 
 def png(figure: Figure, dpi: float = DPI) -> bytes:

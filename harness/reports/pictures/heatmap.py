@@ -162,7 +162,7 @@ def _by_task(tables: Sequence[Comparison]) -> dict[str, dict[str, Grid]]:
         several = len({task for found in runs.values() for task in found}) > 1
         for name, found in runs.items():
             for task, scores in found.items():
-                words = [table.title, task * (several or not table.title)]
+                words = [table.title, figures.literal(task) * (several or not table.title)]
                 tasks[", ".join(filter(None, words))][name] = grid(scores)
     return tasks
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from math import inf
 from typing import NamedTuple
 
 from harness.config.plugins import suggestion
@@ -13,7 +14,7 @@ from harness.reports.choice import Chosen
 from harness.reports.compare import PERPLEXITY, Comparison, ReportRow, corrected
 from harness.reports.paper.columns import groups_called
 from harness.reports.pictures import along, differences, heatmap, lengths, scores
-from harness.reports.pictures.figures import Drawn, Look, styled
+from harness.reports.pictures.figures import Drawn, Look, literal, styled
 from harness.results.summary import summary_of
 
 MOST = 100  # rows of a table in a figure; a taller one is slow to draw and shown nowhere
@@ -47,8 +48,10 @@ def of_paper(
     and model; `names`: what is printed in place of a group. Raise `ValueError` if the runs have
     nothing to draw."""
     rows: dict[tuple[str, str, str], list[ReportRow]] = defaultdict(list)
+    names = names or {}
+    typed = names.values()
     for one, group in product(chosen, look.groups or [""]):
-        row = replace(one.row, label=one.method, printed=one.budget)
+        row = replace(one.row, label=literal(one.method, typed), printed=literal(one.budget, typed))
         if part := _part(row, group) if group else row:
             rows[one.model, "" if KINDS[kind].by_model else one.task, group].append(part)
     if missing := [group for group in look.groups if group not in {place[2] for place in rows}]:
@@ -62,7 +65,9 @@ def of_paper(
         model, task, group = (
             word if len(some) > 1 else "" for word, some in zip(place, words, strict=True)
         )
-        heading = ", ".join(filter(None, [(names or {}).get(group, group), task, model]))
+        heading = ", ".join(
+            literal(word, typed) for word in (names.get(group, group), task, model) if word
+        )
         metric = next(one.table.metric for one in chosen if one.task == place[1] or not place[1])
         entries = rows[place]
         if look.groups:
@@ -87,7 +92,8 @@ def _part(row: ReportRow, group: str) -> ReportRow | None:
 
 def of_page(table: Comparison) -> Iterator[tuple[str, Drawn]]:
     """Yield the figures that a report's page has for a table, by kind."""
-    tables = [replace(table, title="")]
+    rows = [replace(row, label=literal(row.label)) for row in table.entries]
+    tables = [replace(table, title="", entries=rows)]
     for kind, (lacks, _, on_page, _) in KINDS.items():
         if on_page and not lacks(tables, PAGE):
             yield kind, _drawn(kind, tables, PAGE)
@@ -103,5 +109,11 @@ def _drawn(kind: str, tables: Sequence[Comparison], look: Look) -> Drawn:
 
 def _fewer(table: Comparison) -> Comparison:
     """Return the table with the rows that score best if it has more than `MOST`, in their order."""
-    best = sorted(table.entries, key=lambda entry: entry.summary["score"]["mean"] or 0)[-MOST:]
+
+    def merit(entry: ReportRow) -> float:
+        if table.of_perplexity:
+            return -((entry.summary["likelihood"] or {}).get("mean") or inf)
+        return entry.summary["score"]["mean"] or 0
+
+    best = sorted(table.entries, key=merit)[-MOST:]
     return replace(table, entries=[entry for entry in table.entries if entry in best])

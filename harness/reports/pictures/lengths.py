@@ -53,7 +53,8 @@ def lengths(tables: Sequence[Comparison], look: Look) -> Drawn:
         axes.set_ylim(bottom=0)
         axes.set_title(drawn.fill(table.title))
     drawn.label("prompt (tokens)", "time per token (ms)")
-    figures.lay_out(drawn, look, handles(known))
+    shown = {row.label for _, lines in panels for row, *_ in lines}
+    figures.lay_out(drawn, look, handles({name: known[name] for name in known if name in shown}))
     without = 0
     for axes, (_, lines) in zip(drawn.axes, panels, strict=True):
         figures.spaced(axes)

@@ -53,9 +53,11 @@ def _style(number: int) -> dict[str, Any]:
     }
 
 
+def broken(name: str) -> str:
+    """Return a long name in several lines, broken at spaces."""
+    return textwrap.fill(name, NAME_WIDTH, break_long_words=False)
+
+
 def handles(styles: Styles) -> list[Line2D]:
-    """Return the lines of a legend; long names are broken at spaces."""
-    return [
-        Line2D([], [], label=textwrap.fill(name, NAME_WIDTH, break_long_words=False), **style)
-        for name, style in styles.items()
-    ]
+    """Return the lines of a legend."""
+    return [Line2D([], [], label=broken(name), **style) for name, style in styles.items()]

@@ -100,9 +100,9 @@ COSTS: dict[CostName, Cost] = {
 }
 # of budgets, by the type in which they are asked for
 UNITS = {
-    float: Cost("budget (% of prompt)", "", lambda row: asked(row), 100, log=True),
-    int: Cost("budget (tokens)", "", lambda row: asked(row), 1, log=True),
-    str: Cost("budget (MiB)", "", lambda row: asked(row), 2**-20, log=True),
+    float: Cost("budget (% of prompt)", "", asked, 100, log=True),
+    int: Cost("budget (tokens)", "", asked, 1, log=True),
+    str: Cost("budget (MiB)", "", asked, 2**-20, log=True),
 }
 
 
@@ -191,7 +191,7 @@ def no_budgets(tables: Sequence[Comparison], look: Look) -> str | None:
             "no method has scores at several budgets: run it with -m budget=0.1,0.2,0.4"
         )
     for table in tables:
-        units = {_unit(entry): entry.budget for entry in table.entries if not is_full(entry)}
+        units = _units(table)
         if len(units) > 1:
             return (
                 f"the budgets {' and '.join(units.values())} have no axis in common: "
@@ -204,7 +204,7 @@ def by_budget(tables: Sequence[Comparison], look: Look) -> Drawn:
     """Draw a panel for each table in which a method has several budgets."""
     panels = []
     for table in filter(_vary, tables):
-        [unit] = {_unit(entry) for entry in table.entries if not is_full(entry)}
+        [unit] = _units(table)
         panels.append(Panel(table, UNITS[unit]))
     drawn, caption = _scores(panels, look, [], apart=1.5 * BAR)
     for axes, panel in zip(drawn.axes, panels, strict=True):
@@ -231,9 +231,15 @@ def _vary(table: Comparison) -> bool:
     return any(len({cost for cost, _ in line}) > 1 for line in lines)
 
 
-def _unit(entry: ReportRow) -> type:
-    known = entry.summary["budget"]
-    return str if known.get("bytes") else type(known["asked"])
+def _units(table: Comparison) -> dict[type, str]:
+    """Return the types in which the budgets of a table are asked for, each with one such budget."""
+    entries = [row for row in table.entries if asked(row.summary) and not is_full(row)]
+    return {
+        str
+        if row.summary["budget"].get("bytes")
+        else type(row.summary["budget"]["asked"]): row.budget
+        for row in entries
+    }
 
 
 def _scores(
@@ -250,8 +256,9 @@ def _scores(
     drawn = figures.panels(len(panels), look, of_kind=tables, sharey=True)
     drawn.label("" if several else panels[0].cost.name, "score (0-100)")
     for axes, panel in zip(drawn.axes, panels, strict=True):
-        for place, (label, points) in enumerate(panel.points.items()):
-            shift = apart * (place - (len(panel.points) - 1) / 2)
+        lines = panel.points
+        for place, (label, points) in enumerate(lines.items()):
+            shift = apart * (place - (len(lines) - 1) / 2)
             _line(axes, points, known[label], shift, intervals=not crowded)
         for entry in filter(is_full, panel.table.entries):
             if (score := entry.summary["score"]["mean"]) is not None:
