@@ -252,6 +252,9 @@ def _parse_csv(text: str) -> list[Row]:
         raise ValueError(f"row {len(rows) + 1}: {error}") from error
     finally:
         csv.field_size_limit(usual)
+    names = reader.fieldnames or []
+    if len({*names}) < len(names):
+        raise ValueError("two columns of the first line have the same name")
     for number, row in enumerate(rows, 1):
         if None in row or None in row.values():
             raise ValueError(f"row {number} has not as many cells as the first line")

@@ -92,10 +92,10 @@ class Rows(Task):
         # a command line cannot hold a line break
         object.__setattr__(self, "template", self.template.replace(r"\n", "\n"))
         before, _, after = self.template.rpartition("{context}")
-        if "{question}" in before or "{question}" not in after:
+        if "{context}" in before or "{question}" in before or "{question}" not in after:
             raise TaskError(
-                f"task.template={self.template!r} must hold {{question}}, and {{context}} only before it: what follows "
-                "the context is not known when protocol=context seals it"
+                f"task.template={self.template!r} must hold {{question}}, and {{context}} only before it and once: "
+                "what follows the context is not known when protocol=context seals it"
             )
 
     @property
@@ -147,6 +147,8 @@ class Rows(Task):
             )
 
     def score(self, example: Example, output: str) -> Score:
+        if self.scorer in SCORERS:
+            return Score(float(self._function(output, example.references)))
         try:
             value = self._function(output, example.references)
         except Exception as error:
@@ -171,8 +173,10 @@ class Rows(Task):
         try:
             function = getattr(import_module(module), name)
         except Exception as error:  # its module runs whatever its author wrote
+            absent = isinstance(error, ModuleNotFoundError)
             raise TaskError(
-                f"task.scorer={self.scorer} cannot be imported ({error}): is its folder on PYTHONPATH?"
+                f"task.scorer={self.scorer} cannot be imported ({error}): "
+                f"{'is its folder on PYTHONPATH?' if absent else 'correct it'}"
             ) from error
         if not callable(function):
             raise TaskError(f"task.scorer={self.scorer} is no function: name one")

@@ -637,6 +637,18 @@ def unknown_setting(key: str) -> str:
     return f"There is no setting {key}; {end}"
 
 
+def in_todays_words(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a recorded run in today's words: older runs have the bytes of a
+    budget in `budget_bytes`, and what other budgets make equal in `align`."""
+    known = dict(config)
+    most_bytes, aligned = known.pop("budget_bytes", None), known.pop("align", "tokens")
+    if most_bytes is not None:
+        known["budget"] = f"{most_bytes}B"
+    elif aligned != "tokens":
+        known["budget_rule"] = aligned
+    return known
+
+
 def settings_known_today(config: Mapping[str, Any]) -> Settings:
     """Return the settings of a recorded run, of whatever version: settings that it lacks get their
     defaults, and those that no longer exist are ignored."""

@@ -319,10 +319,14 @@ attached.__signature__ = _SIGNATURE.replace(  # type: ignore[attr-defined]
 
 
 class _Inputs(list[AttnInput]):
-    """Keep what each layer of a cache is given for its prompt, in order (`KVCache.watch`)."""
+    """Keep what each layer that a method serves is given for its prompt, in order (`KVCache.watch`)."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.served = {i for i, layer in enumerate(cache.layers) if isinstance(layer, Layer)}
 
     def prefill(self, layer: int, x: AttnInput) -> None:
-        self.append(x)
+        if layer in self.served:
+            self.append(x)
 
 
 def observer(
@@ -346,12 +350,10 @@ def observer(
         request = Request(batch=1, capacity=tokens, dtype=model.dtype, device=model.device)
         state = CacheState(request)
         cache = KVCache(reference_layers(specs, state), state)
-        cache.watch = inputs = _Inputs()
+        cache.watch = inputs = _Inputs(cache)
         ids = text[:, :tokens].to(model.device)
         with nullcontext() if is_routed(model) else routed(model):
             model(ids, past_key_values=cache, logits_to_keep=1, use_cache=True)
-        for layer, x in zip(cache.layers, inputs, strict=True):
-            if isinstance(layer, Layer):
-                yield x
+        yield from inputs
 
     return observe

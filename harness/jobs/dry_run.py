@@ -40,7 +40,8 @@ def show(job: Job, known: Forecasts, *, alone: bool) -> None:
         say(f"=== {job.label}\n")
     shown = {forecast.prompts for forecast in known.values()}
     for one in filter(None, (job, full if settings.baseline == "run" else None)):
-        known.setdefault(one.folder, _forecast(one))
+        if one.folder not in known:
+            known[one.folder] = _forecast(one)
     for item in job.items[:SHOWN] if job.identity["prompts"] not in shown else ():
         text = item.prompt.text
         cut = text if len(text) <= HEAD + TAIL else f"{text[:HEAD]} [...] {text[-TAIL:]}"

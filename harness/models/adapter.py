@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CONFIG, WEIGHTS = ADAPTER_FILES
+EMBEDDINGS = ("lm_head", "embed_tokens")
 # what is read here of adapter_config.json; peft checks what it reads
 STATED = {"peft_type": "text", "base_model_name_or_path?": "text"}
 
@@ -28,9 +29,10 @@ def holds_adapter(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
-def checked(folder: Path) -> Path:
+def checked(place: str | Path) -> Path:
     """Return the folder of an adapter. Raise `ModelError` if it holds none, one that cannot be merged,
     or if peft is not installed."""
+    folder = Path(place).expanduser()
     if lacking := [name for name in ADAPTER_FILES if not (folder / name).is_file()]:
         raise ModelError(
             f"{folder} lacks {' and '.join(lacking)} of an adapter: set model.adapter to a folder that peft's "
@@ -85,27 +87,32 @@ def merged(
 
     if adapter is None:
         return build(dtype, device)
-    theirs = dict(_merged_in_fp32(build(torch.float32, "cpu"), adapter))
-    model = build(dtype, device)
-    ours = dict(model.named_parameters(remove_duplicate=False))
-    # a weight that the model has twice is one object in both
-    if ours.keys() != theirs.keys() or _distinct(ours) != _distinct(theirs):
+    base = build(torch.float32, "cpu")
+    own = _form(base)
+    plain = _merged_in_fp32(base, adapter)
+    if _form(plain) != own:
         raise ModelError(
             f"{adapter} gives the model weights of its own, as for another number of layers or for tied embeddings: "
             "train it without, or save the merged model by peft and name that as model.name."
         )
-    for name, weight in ours.items():
+    if (dtype, device) == (torch.float32, "cpu"):
+        return plain
+    model, theirs = build(dtype, device), dict(plain.named_parameters(remove_duplicate=False))
+    for name, weight in model.named_parameters(remove_duplicate=False):
         weight.data.copy_(theirs[name].data)
     return model
 
 
-def _distinct(weights: dict[str, Any]) -> int:
-    return len(set(map(id, weights.values())))
+def _form(model: PreTrainedModel) -> tuple[set[str], int]:
+    """Return the names of a model's weights, and how many there are: one that it has under two names
+    is one object."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    return set(weights), len(set(map(id, weights.values())))
 
 
-def _merged_in_fp32(model: PreTrainedModel, adapter: Path) -> Any:
-    """Return the names and weights of a model with an adapter merged. Raise `ModelError` if the adapter
-    was made for another model."""
+def _merged_in_fp32(model: PreTrainedModel, adapter: Path) -> PreTrainedModel:
+    """Return the model with an adapter merged into its weights. Raise `ModelError` if the adapter was
+    made for another model."""
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors import safe_open
 
@@ -114,10 +121,14 @@ def _merged_in_fp32(model: PreTrainedModel, adapter: Path) -> Any:
             adapted = PeftModel.from_pretrained(model, str(adapter))
             read = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
             with safe_open(adapter / WEIGHTS, framework="pt") as file:
-                stored = set(file.keys())
+                # peft stores the weights that an embedding had before, too
+                stored = {key for key in file.keys() if ".base_layer." not in key}  # noqa: SIM118
+            changed = [key for key in stored for name in EMBEDDINGS if f".{name}.lora_" in key]
+            if changed and model.config.tie_word_embeddings:
+                raise ValueError(f"{changed[0]} changes an embedding that is the output layer, too")
             if odd := sorted(read ^ stored):
                 raise ValueError(f"{odd[0]} is in one of them alone")
-            plain: Any = adapted.merge_and_unload(safe_merge=True)
+            plain: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
     except (OSError, MemoryError):
         raise
     except Exception as error:  # peft, torch and safetensors have kinds of their own
@@ -126,7 +137,7 @@ def _merged_in_fp32(model: PreTrainedModel, adapter: Path) -> Any:
             f"The adapter {adapter} does not fit {type(model).__name__} ({reason[:300]}): use the model that it was "
             "trained on."
         ) from error
-    return plain.named_parameters(remove_duplicate=False)
+    return plain
 
 
 def _read(folder: Path) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class GGUFSource(ModelSource):
 
     def identified(self, own: Identity) -> Identity:
         """Return the identity of the file's model with what is changed in it. `own`: without."""
-        adapter = adapters.checked(Path(self.adapter).expanduser()) if self.adapter else None
+        adapter = adapters.checked(self.adapter) if self.adapter else None
         return adapters.identified(identified(own, self.rope), adapter)
 
 
@@ -125,6 +125,10 @@ class GGUF(GGUFSource):
     def gguf(self) -> Path:
         file = Path(self.file).expanduser()
         if file.is_file():
+            if self.revision is not None:
+                raise ModelError(
+                    f"model.revision={self.revision} does not apply to the local file {file}: set it to null."
+                )
             return file
         if self.name is None:
             raise ModelError(
@@ -176,9 +180,7 @@ def convert(file: Path, folder: Path) -> None:
     except (ModelError, ImportError, OSError, MemoryError):
         raise
     except Exception as error:  # transformers and its tokenizers have kinds of their own
-        raise ModelError(
-            f"{file} cannot be read ({' '.join(str(error).split())[:200]}): take the model's own repository (model=hf)."
-        ) from error
+        raise _unreadable(file, error) from error
     folder.mkdir()
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -192,8 +194,21 @@ def convert_weights(folder: Path, file: Path, target: Path) -> None:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     model = _Named(AutoConfig.from_pretrained(folder))
-    tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
+    try:
+        read = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)
+    except (ImportError, OSError, MemoryError):
+        raise
+    except Exception as error:  # such as a quantisation that gguf does not know
+        raise _unreadable(file, error) from error
+    tensors = read["tensors"]
     save_file({name: t.contiguous() for name, t in tensors.items()}, target, {"format": "pt"})
+
+
+def _unreadable(file: Path, error: Exception) -> ModelError:
+    reason = " ".join(str(error).split())[:200]
+    return ModelError(
+        f"{file} cannot be read ({reason}): take the model's own repository (model=hf)."
+    )
 
 
 class _Named:

@@ -192,7 +192,7 @@ class HuggingFace(ModelSource):
         weights."""
         beside = self.folder()
         if not adapters.holds_adapter(beside):
-            return adapters.checked(Path(self.adapter).expanduser()) if self.adapter else None
+            return adapters.checked(self.adapter) if self.adapter else None
         if self.adapter:
             raise ModelError(
                 f"{self.name} has an adapter beside its weights, and model.adapter={self.adapter} is another: leave "

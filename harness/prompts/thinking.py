@@ -160,7 +160,7 @@ class ThinkingTokenizer:
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
         asked = {} if self.on is None else {ENABLE: self.on}
-        keywords = {**asked, **self.keywords, **options}
+        keywords = {**asked, **options, **self.keywords}
         text = self.tokenizer.apply_chat_template(conversation, **keywords)
         if self.on is False and self.thinking and options.get("add_generation_prompt"):
             text += self.thinking.closing

@@ -16,7 +16,6 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +63,8 @@ def source_hash(root: Path = ROOT) -> str:
 def code_hash(module: str, root: Path = ROOT) -> str | None:
     """Return a hash over the code of a module and of all that it imports below `root`, with the C++
     that it builds, without comments, docstrings and layout; None if there is no such module."""
+    from modulefinder import ModuleFinder  # only here, because it takes a while to import
+
     finder = ModuleFinder([str(root)])
     try:
         finder.import_hook(module)

@@ -20,7 +20,7 @@ from types import NoneType
 from typing import Any, Self
 
 from harness.config.plugins import build_recorded
-from harness.config.settings import Results
+from harness.config.settings import Results, in_todays_words
 from harness.results import files
 from harness.results.compared import averages
 from harness.results.lock import FolderLock, is_locked
@@ -319,7 +319,8 @@ def load(
                 )
             }
     info = info | {"averages": scored.get("averages", {})}
-    return StoredRun(folder, info[SETTINGS], info, records, status, failed=failed, skipped=skipped)
+    config = in_todays_words(info[SETTINGS])
+    return StoredRun(folder, config, info, records, status, failed=failed, skipped=skipped)
 
 
 def load_all(

@@ -155,7 +155,12 @@ def test_a_wrong_file_is_named(tmp_path: Path, text: str, changes: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("a,b\n1,2\n1\n", "row 2 has not"), ('a,b\n1,2\n1,"2\n', "row 2: unexpected end")]
+    ("text", "says"),
+    [
+        ("a,b,a\n1,2,3\n", "two columns"),
+        ("a,b\n1,2\n1\n", "row 2 has not"),
+        ('a,b\n1,2\n1,"2\n', "row 2: unexpected end"),
+    ],
 )
 def test_a_wrong_table_is_named(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "mine.csv").write_text(text)
@@ -171,6 +176,7 @@ def test_a_wrong_table_is_named(tmp_path: Path, text: str, says: str) -> None:
         ({"scorer": "bleu"}, "choose one of exact, contains"),
         ({"template": "{question} {context}"}, "{context} only before it"),
         ({"template": "{context}"}, "must hold {question}"),
+        ({"template": "{context} {context} {question}"}, "{context} only before it and once"),
         ({"samples": 0}, "give 1 or more"),
     ],
 )

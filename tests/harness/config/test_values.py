@@ -17,7 +17,7 @@ from harness.cachedattention.serving.plan import RANGES as SERVED
 from harness.cachedattention.serving.plan import TrafficSettings
 from harness.cachedattention.simulation.scenario import RANGES as SIMULATED
 from harness.cachedattention.simulation.scenario import Scenario
-from harness.config.settings import NESTED, RANGES, Settings
+from harness.config.settings import NESTED, RANGES, Settings, in_todays_words
 from harness.config.values import SettingsError
 from tests.fast import MODEL_ARGS, TASK_ARGS
 
@@ -85,6 +85,18 @@ def test_so_is_every_number_of_the_other_commands(kind: Any, ranges: dict[str, A
 @pytest.mark.parametrize("asked", ["1500000000B", "1.5GB", "1.5 GB", "1500MB"])
 def test_bytes_of_a_budget_are_the_same_however_they_are_written(asked: str) -> None:
     assert Settings(budget=asked).budget == "1500000000B"
+
+
+@pytest.mark.parametrize(
+    ("older", "today"),
+    [
+        ({"budget": None, "budget_bytes": 10**5, "align": "device_bytes"}, {"budget": "100000B"}),
+        ({"budget": 0.2, "budget_bytes": None, "align": "moved_bytes"}, {"budget": 0.2, "budget_rule": "moved_bytes"}),
+        ({"budget": 0.2, "budget_rule": "paper", "align": "tokens"}, {"budget": 0.2, "budget_rule": "paper"}),
+    ],
+)
+def test_budgets_of_older_runs_in_todays_words(older: dict[str, Any], today: dict[str, Any]) -> None:
+    assert in_todays_words({"budget_rule": "read"} | older) == {"budget_rule": "read"} | today
 
 
 # PyPI's `kernels` beside us: our folder is ours, transformers does without the other, and nothing is uninstalled.

@@ -174,6 +174,8 @@ def test_a_file_of_a_repository_is_the_same_model(
     assert source.context_window() == 4096
     with pytest.raises(ModelError, match="HF_HUB_OFFLINE"):
         GGUF("other.gguf", name="maker/tiny-GGUF").identity()
+    with pytest.raises(ModelError, match=r"model.revision=v1 does not apply to the local file"):
+        GGUF(str(written()), name="maker/tiny-GGUF", revision="v1").identity()
     with pytest.raises(ModelError, match=r"model.file=tiny.gguf is no file here.*model.name=OWNER/NAME"):
         GGUF(file.name).identity()
 

@@ -138,6 +138,9 @@ def test_prompts_do_not_change_with_the_date(template: str, date: str) -> None:
     for renders in (render, render_turn):
         text = renders(example(), tokenizer(template), chat="template").text
         assert text.startswith(date) or (renders is render_turn and date not in text)
+    if template == DATED:  # unless the user gives another
+        told: Any = ThinkingTokenizer(tokenizer(template), {"date_string": "1 Jan 2020"}, on=None)
+        assert render(example(), told, chat="template").text.startswith("1 Jan 2020")
     before = datetime.now()
     assert before <= chat_template_utils.datetime.now()  # the clock of everyone else goes on
 
