@@ -114,9 +114,11 @@ tables: setup  ## the tables of README and docs/ and README's figure, from resul
 
 TABLES = $(basename $(notdir $(wildcard conf/experiment/tables/[!_]*.yaml)))
 # A run that is there is read, not repeated: stopped, `make published` goes on where it was.
-published: setup  ## results/published/tables anew, with DATA=...: about 12 hours of one core
+# Qwen's tables take the model's file from the hub, or QWEN=FILE.
+published: setup  ## results/published/tables anew, with DATA=... and QWEN=FILE: about 14 hours of one core
 	for name in $(TABLES); do \
-	    $(BIN)/python -m harness -m +experiment=tables/$$name data.root=$(DATA) \
+	    case $$name in qwen*) model='$(if $(QWEN),model.name=null model.file=$(QWEN))';; *) model=;; esac; \
+	    $(BIN)/python -m harness -m +experiment=tables/$$name data.root=$(DATA) $$model \
 	        results.root=results/runs/tables/$$name && \
 	    $(BIN)/python -m harness.report results/runs/tables/$$name \
 	        --csv results/published/tables/$$name.csv > /dev/null || exit 1; \

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +43,9 @@ MIB = 2**20
 TIERS = ("device", "host", "disk")
 
 NOTES = {
+    (
+        TOLD_APART := "\\*"
+    ): "differs from Full after Holm's correction over all rows and measures of its file.",
     NOT_KEPT: "the row did not keep its budget.",
     (CHANGED := "‡"): "the code that was timed has changed since.",
     (UNSTAMPED := "§"): "measured before results remembered the code that they timed.",
@@ -116,23 +119,33 @@ def listing(names: Sequence[str], methods: Sequence[str] = (), budgets: Sequence
     rows = rows.drop_duplicates(["label", "budget.asked"]).dropna(axis="columns", how="all").copy()
     variants = rows.groupby("presets.method")["label"].transform("nunique") > 1
     rows["method"] = rows["label"].where(variants, rows["presets.method"])
-    if "score.averages.perplexity" in rows:
+    named = [re.fullmatch(r"score\.groups\.(.+)\.mean", column) for column in rows]
+    scores = {name[0]: (name[1], 100, ".1f") for name in named if name}
+    if perplexity := "score.averages.perplexity" in rows:
         scores = LIKELIHOODS
-    else:
-        named = [re.fullmatch(r"score\.groups\.(.+)\.mean", column) for column in rows]
-        groups = {name[0]: name[1] for name in named if name} | {"score.mean": "mean"}
-        scores = {column: (name, 100, ".1f") for column, name in groups.items()}
     columns = {"budget.asked": ("budget (%)", 100, "g"), **scores}
-    columns |= {column: shown for column, shown in COLUMNS.items() if column in rows}
     rows = _by_score(rows)
-    cells = {"method": rows["method"]}
-    for column, (heading, factor, form) in columns.items():
-        cells[heading] = rows[column].map(
-            lambda x, k=factor, f=form: "" if pd.isna(x) else format(x * k, f)
-        )
+    cells = {"method": rows["method"]} | _cells(rows, columns)
+    if not perplexity:
+        cells["mean (95 % CI)"] = rows.apply(_score, axis="columns")
+        if "likelihood.full.diff" in rows:
+            cells["NLL vs full (nats, 95 % CI)"] = rows.apply(_nats, axis="columns")
+    cells |= _cells(rows, {column: shown for column, shown in COLUMNS.items() if column in rows})
     if "budget.not_kept" in rows:
         cells["budget (%)"] += rows["budget.not_kept"].notna().map({True: NOT_KEPT, False: ""})
     return _markdown(pd.DataFrame(cells), 1)
+
+
+def _cells(
+    rows: pd.DataFrame, columns: Mapping[str, tuple[str, float, str]]
+) -> dict[str, pd.Series]:
+    """Return the text of each of these columns under its heading; a missing value is an empty cell."""
+    return {
+        heading: rows[column].map(
+            lambda x, k=factor, f=form: "" if pd.isna(x) else format(x * k, f)
+        )
+        for column, (heading, factor, form) in columns.items()
+    }
 
 
 def _read(name: str) -> pd.DataFrame:
@@ -259,7 +272,7 @@ def headline(name: str) -> str:
     batches = " and ".join(map(str, sorted(full["batch"].unique())))
     return (
         f"{_markdown(pd.DataFrame(cells), 2)}\n"
-        f"{prompts}. \\*: differs from Full after Holm's correction over both measures and all rows.\n\n"
+        f"{prompts}.\n\n"
         f"[Noise floor](../results/published/tables/{name}_floor.csv): the means of Full over these prompts, above "
         f"and in {dtypes} with batches of {batches}, differ by at most {100 * score:.1f} points and {nats:.4f} "
         "nats per token.\n\n"
@@ -274,7 +287,7 @@ def _setting(row: pd.Series) -> str:
 
 def _score(row: pd.Series) -> str:
     ends = f"{100 * row['score.ci95.low']:.0f}, {100 * row['score.ci95.high']:.0f}"
-    return f"{100 * row['score.mean']:.1f} [{ends}]{_star(row['full.p_holm'])}"
+    return f"{100 * row['score.mean']:.1f} [{ends}]{_star(row.get('full.p_holm', 1.0))}"
 
 
 def _nats(row: pd.Series) -> str:
@@ -287,11 +300,11 @@ def _nats(row: pd.Series) -> str:
         return ""
     # a sign stands before a digit
     diff, low, high = (f"{end:+.{3 if abs(end) >= 0.0005 else 4}f}" for end in ends)
-    return f"{diff} [{low}, {high}]{_star(row['likelihood.full.p_holm'])}"
+    return f"{diff} [{low}, {high}]{_star(row.get('likelihood.full.p_holm', 1.0))}"
 
 
 def _star(p: float) -> str:
-    return "\\*" if p < ALPHA else ""
+    return TOLD_APART if p < ALPHA else ""
 
 
 def _prompts(rows: pd.DataFrame, name: str) -> str:

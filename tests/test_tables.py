@@ -53,7 +53,9 @@ def test_a_page_is_filled_between_its_markers(tables: dict[str, Any], tmp_path: 
     assert page.partition("\n")[0] == "before"
     assert page.rpartition("\n")[2] == "after"
     assert "old" not in page
-    assert [line[:4] for line in cells(page)[1:]] == [["full", "", "80.0", "80.0"], ["quest", "20", "50.0", "50.0"]]
+    full, quest = cells(page)[1:]
+    assert full[:4] == ["full", "", "80.0", "80.0 [70, 90]"]
+    assert quest[:5] == ["quest", "20", "50.0", "50.0 [40, 60]", "+0.500 [+0.250, +0.750]\\*"]
     assert tables["filled"](page) == page
     not_kept = {"budget.not_kept": "read 5 of 100 prompts whole, not 20.0 %"}
     pd.DataFrame([row("full", 0.8), row("quest", 0.5, **not_kept)]).to_csv(tmp_path / "a.csv")
