@@ -1,18 +1,18 @@
 """What some methods can do besides keeping and reading rows: one file for each ability.
 
 An ability is a small frozen object. A method lists those that it has whatever the settings
-(`Method.abilities`), and says in `Method.takes` which of them settings may give it; `asked` makes
-the objects that settings ask for, and they come to the layers in `Request.abilities`. `refuse` is
-the one place that says, by name, that a method cannot have an ability, or that two do not go
-together (`APART`).
+(`Method.abilities`), and says in `Method.takes` which of them settings may give it. `asked` makes
+those that a budget or a codec asks for, and `abilities_of` (harness/jobs/resolve.py) adds those of
+other settings; they come to the layers in `Request.abilities`. `refuse` is the one place that says,
+by name, that a method cannot have an ability, or that two do not go together (`APART`).
 
 What an ability must remember in a layer is a policy that its `start` returns and nobody inherits.
-So it is saved, truncated, joined with that of other sequences, captured and copied through the same
-door as what a method remembers. An `AbilityState` (methods/layers/ability_state.py) can act before
-the seal, when it is settled what stays, after the seal, and before each step; a layer whose
-abilities do not act in steps calls nothing in a step. When rows go while the answer grows, every
-policy is told which stay before they go (`Policy.forget`). What an ability must know of a method's
-own policies is a protocol in its file, and not a hook of the base classes.
+So it is saved, truncated, joined with that of other sequences, captured and copied as the method's
+own policies are. An `AbilityState` (methods/layers/ability_state.py) can act before the seal, when
+it is settled what stays, after the seal, and before each step; a layer whose abilities do not act
+in steps calls nothing in a step. When rows go while the answer grows, every policy is told
+beforehand which stay (`Policy.forget`). What an ability must know of a method's own policies is a
+protocol in its file, and not a hook of the base classes.
 
 To add one, write a file here with the object and its state, and say in `APART` with which abilities
 it does not go. docs/extending.md has a complete example, and CONTRIBUTING.md says how a setting
@@ -41,7 +41,7 @@ APART: Mapping[tuple[type[Ability], type[Ability]], str] = {
 
 
 def asked(budget: Budget | None, codec: Codec | None = None) -> tuple[Ability, ...]:
-    """Return the abilities that settings ask for."""
+    """Return the abilities that a budget and a codec ask for."""
     given = list[Ability]()
     if budget is not None and budget.mass is not None:
         given.append(Mass(budget.mass))
