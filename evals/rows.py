@@ -63,11 +63,12 @@ class _Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows(Task):
-    """Ask the rows of the file `source`. `context`, `question`, `answers`, `messages` and `group` name
-    its columns. Without a column of questions, a row is a chat: the last of its `messages` that is
-    the user's is the question, and a reply to it is the right answer if there are no answers.
-    `template` holds {context} and {question}. `scorer`: one of SCORERS, or MODULE:FUNCTION, called with
-    an output and a tuple of right answers, which returns a number from 0 to 1."""
+    """Make an example of each row of the file `source`. `context`, `question`, `answers`,
+    `messages` and `group` are the names of its columns. If there is no column of questions, a row
+    is a chat: the user's last message in `messages` is the question, and the reply to it is the
+    right answer unless the column of answers has one. `template` holds {context} and {question}.
+    `scorer`: one of SCORERS, or MODULE:FUNCTION; it is called with an output and a tuple of right
+    answers, and returns a number from 0 to 1."""
 
     seeded = False
 

@@ -394,22 +394,23 @@ def group_margins(
     most: int,
     read: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Measure how far the first `candidates` of S tokens lie below the largest logit of their row.
-    Of the query heads of a group the one where a token comes closest counts. InfiniGen (arXiv
-    2406.19707)
+    """Return how far the logits of the first `candidates` tokens lie below the largest logit of
+    their query head, and how many tokens a sequence is to read (InfiniGen, arXiv 2406.19707). Of
+    the g query heads of a group, the one in which a token lies least far below counts.
 
-    logits [B G g S] -> the margins [B G candidates] (fp32, 0 or negative), and how many tokens each
-    sequence reads, [B]: the mean over its KV heads, rounded down, of how many margins are at least
-    -`reach`, from 1 to `most`. `tops` [B G g n], if known: numbers whose largest is the largest
-    logit of a row. `read` [B]: if given, what each sequence reads is added to it, in place."""
+    logits [B G g S] -> the margins [B G candidates] (fp32, 0 or negative), and the numbers of
+    tokens [B]: how many margins are at least -`reach`, as the mean over KV heads, rounded down, and
+    from 1 to `most`. `tops` [B G g n], if given: their maximum is taken as the largest logit of a
+    query head. `read` [B], if given: the numbers of tokens are added to it, in place."""
     largest = (logits if tops is None else tops).float().amax(-1, keepdim=True)
     margins = (logits.float() - largest)[..., :candidates].amax(2)
     return margins, mean_counts((margins >= -reach).sum(-1), most, read)
 
 
 def mean_counts(near: Tensor, most: int | PerSequence, read: Tensor | None) -> Tensor:
-    """Return the mean over the KV heads of each sequence of how many tokens are `near` [B G],
-    rounded down, from 1 to `most`, as [B]. Add it to `read` [B] if that is given."""
+    """Return how many tokens each sequence is to read, [B]: the mean over its KV heads of the
+    counts `near` [B G], rounded down, and from 1 to `most`. If `read` [B] is given, add the result
+    to it."""
     limit = (
         most.on(near.device) if isinstance(most, PerSequence) else torch.full_like(near[:, 0], most)
     )

@@ -18,7 +18,7 @@ _compiled: list[tuple[float, float]] | None = None  # when each kernel was ready
 
 
 def clock_compiling(runtime: Any) -> None:
-    """From now on, note for each kernel how long Triton takes from the first launch that needs it
+    """Note from now on, for each kernel, how long Triton takes from the first launch that needs it
     until it can run: to compile it, or to find it in its cache on disk, to build its launcher, and
     to load both. `runtime`: Triton's `knobs.runtime`, which holds the hooks for that."""
     global _compiled

@@ -1,22 +1,23 @@
 """KVzip: keeps what the model looks at when it repeats its prompt (arXiv 2505.23416).
 
-The rule: after the prefill the model is asked to repeat the prompt, and is fed it again as its
-answer, in pieces of `chunk` tokens. A key's score is the largest attention weight that it receives
-from a query of the repeated piece, over the query heads of its KV head. The softmax runs over the
-first tokens, the piece and the fed tokens up to the query's own. The keys with the largest scores
-stay, of all layers and heads together (`share`), so whatever is asked later, the same keys answer.
+The rule: after the prefill the model is asked to repeat the prompt. The prompt is then fed again as
+its answer, in pieces of `chunk` tokens. A key's score is the largest attention weight that any
+query of the repeated piece gives it, over the query heads of its KV head. The softmax runs over the
+first tokens, the piece, and the fed tokens up to the query's own. The keys with the largest scores
+of all layers and heads together stay (`share`), so the same keys answer whatever is asked later.
 
-The chat template's beginning is not repeated and stays, as in the authors' code, and so do the first
-`sinks` tokens, as in kvpress; here both count within the budget, and a budget without room for more
-is recorded as a `fallback`. Under protocol=prompt the question is repeated, too. A prompt whose
-repetition goes beyond the model's window is refused, which the authors' code would read. Layers keep
-whole tokens per KV head on average, so a layer's total differs by less than its number of heads from
-the authors' own.
-Weights are computed in fp32. What a further turn brings stays, as in the authors' code.
+The chat template's beginning is not repeated and stays, as in the authors' code. The first `sinks`
+tokens stay as well, as in kvpress. Here both count within the budget, and a budget without room for
+more is recorded as a `fallback`. Under protocol=prompt the question is repeated, too. A prompt
+whose repetition goes beyond the model's window is refused; the authors' code would read it. The
+total that a layer keeps is a multiple of its number of heads, so it differs from the authors' total
+by less than that number. Weights are computed in fp32. What a further turn brings stays, as in the
+authors' code.
 
 Held against attention/score.py of github.com/snu-mllab/KVzip at 5d84729, on 700 tokens that SmolLM2
-repeats in three pieces, at a ratio of 0.2: all scores are equal, and so are 12,589 of the 12,600 kept
-keys (share=head: all), since layers differ by up to 2 keys. A test compares with kvpress's press."""
+repeats in three pieces, at a ratio of 0.2: all scores are equal. Of the 12,600 kept keys 12,589 are
+the same, because the totals of layers differ by up to 2 keys; under share=head all are the same. A
+test compares with kvpress's press."""
 
 from __future__ import annotations
 

@@ -146,7 +146,8 @@ def _told(row: output.BenchRow) -> str:
 
 
 def wanted(options: argparse.Namespace) -> Iterator[Inputs]:
-    """Yield the inputs of each length. Raise `ValueError` for sizes that do not go together."""
+    """Yield the inputs of the operations, one for each number of tokens. Raise `ValueError` for
+    sizes that do not go together."""
     shape = arguments.shape(options)
     for tokens in options.tokens:
         yield Inputs(shape, tokens, options.budget, options.prefill, options.inner)

@@ -67,7 +67,7 @@ ANSWERED = ("--cfg", "-c", "--info", "-i", "--hydra-help")
 
 @dataclass
 class Command:
-    """One `python -m harness` command line, and the runs and failures that came of it."""
+    """Run one `python -m harness` command line, and hold the runs and failures that came of it."""
 
     arguments: list[str]
     finished: list[Path] = field(default_factory=list)  # run folders, for the table

@@ -63,8 +63,9 @@ SET_BY_TUNE = {  # setting -> why a search has no choice of it
 
 
 class Composed(NamedTuple):
-    """One job as plain values, so that any process can run it. `config`: the whole configuration;
-    `presets`: the names of the yaml files of its method, task and model; `words`: its overrides."""
+    """Hold one job as plain values, so that any process can run it. `config`: the whole
+    configuration; `presets`: the names of the yaml files of its method, task and model; `words`:
+    its overrides."""
 
     config: dict[str, Any]
     presets: dict[str, str]
@@ -335,7 +336,7 @@ def _unread(word: str) -> str:
 
 
 class Word(NamedTuple):
-    """One value of a key: `text` as the override key=value, `value` as Python has it."""
+    """Hold one value of a key: `text` as the override key=value, `value` as Python has it."""
 
     text: str
     value: Any

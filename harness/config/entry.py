@@ -36,7 +36,8 @@ Named = Literal["never", "among_namesakes", "if_unusual", "always"]
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What is known of a setting. All but `meaning`, `section` and `neutral` has a default that suits most."""
+    """Describe a setting. All but `meaning`, `section` and `neutral` have a default that suits most
+    settings."""
 
     meaning: str  # as `--help` shows it
     # one of SECTIONS; empty for a setting in a group, which has that of the group

@@ -186,7 +186,7 @@ class WandbSettings:
 
 @dataclass
 class Settings:
-    """All settings of a run except its method, task and model."""
+    """Hold all settings of a run except its method, task and model."""
 
     budget: int | float | str | None = setting(
         0.2,

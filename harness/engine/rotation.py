@@ -30,9 +30,9 @@ class TextRotary(nn.Module):
     """Replace a model's rotary module while it is attached, so that angles follow from the length
     of the whole text. It holds a copy of that module, whose own state never changes.
 
-    Texts of one `stage` are rotated alike. `drops_at`: the length up to which `model.generate`
-    keeps the cache of a text; beyond it, the whole text is computed again (LongRoPE in Phi-3).
-    None: cached keys stay as they are."""
+    Texts for which `stage` returns the same number have the same rotations. `drops_at`: the length
+    up to which `model.generate` keeps the cache of a text. A longer text is computed anew (LongRoPE
+    in Phi-3). None: cached keys stay as they are at any length."""
 
     def __init__(self, rotary: nn.Module, drops_at: int | None = None) -> None:
         super().__init__()

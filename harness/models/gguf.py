@@ -212,8 +212,9 @@ def _unreadable(file: Path, error: Exception) -> ModelError:
 
 
 class _Named:
-    """What transformers' reader of GGUF files asks of a model: the names of its weights. Given the
-    model, it would go through all its modules and build the table of names for each."""
+    """Stand in for a model where transformers' reader of GGUF files asks for the names of its
+    weights. Given the model itself, the reader would go through all modules and build the table of
+    names for each."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         from transformers import AutoModelForCausalLM

@@ -30,7 +30,7 @@ Section = TypeVar("Section")
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What is shown. An empty list means all that was run.
+    """Say what is shown. An empty list means all that was run.
 
     A method is named by its preset or its label in a report, with or without a budget (`snapkv`,
     `snapkv kernel=15`, `snapkv 20%`), a task and a model as on the command line or as in a report.

@@ -70,7 +70,7 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One table: the runs of one task, model and protocol, Full first."""
+    """Hold one table: the runs of one task, model and protocol, Full first."""
 
     title: str
     metric: str

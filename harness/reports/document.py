@@ -44,7 +44,7 @@ GROUPS = "*: differs from Full after Holm's correction over the groups of the ru
 
 @dataclass(frozen=True, slots=True)
 class ReportTable:
-    """One table with its caption and the notes below it."""
+    """Hold one table with its caption and the notes below it."""
 
     caption: str
     columns: list[Column]

@@ -38,7 +38,8 @@ def lines(table: Comparison, rest: str = "with --details") -> list[str]:
 
 
 def all_lines(table: Comparison) -> list[str]:
-    """Return all lines on a table, with their full length."""
+    """Return all lines that stand above a table (what was compared, conclusions, cautions), none of
+    them shortened."""
     conclusions = [f"{start}{', '.join(items)}{end}." for start, items, end in _conclusions(table)]
     return [_compared(table), *_too_long(table), *conclusions, *_cautions(table)]
 

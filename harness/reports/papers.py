@@ -19,7 +19,7 @@ PUBLISHED = RESULTS / "published"  # our own
 
 
 class Published(NamedTuple):
-    """One published number, or a note that says why there is none."""
+    """Hold one published number, or a note that says why there is none."""
 
     experiment: str
     quantity: str
@@ -85,8 +85,8 @@ def our_observation(experiment: str, runs: Path | None = None) -> dict[str, Any]
 
 
 def our_figures(paper: str, name: str, runs: Path | None = None) -> dict[str, Any]:
-    """Return the JSON that a benchmark or the simulator wrote to the subfolder `name` of `runs`; if
-    there is none, the committed one of `paper`."""
+    """Return the JSON that a benchmark or the simulator wrote to the subfolder `name` of `runs`. If
+    there is none, return the file `name` that is committed for `paper`."""
     places = [runs / name / file for file in ("simulation.json", "result.json")] if runs else []
     files = [file for file in places if file.is_file()]
     return read_json(files[0] if files else PUBLISHED / paper / f"{name}.json")

@@ -35,7 +35,8 @@ BY_TURN: tuple[Unit, ...] = (
 
 
 class _Facts(Mapping[str, Fact]):
-    """All facts by key, in the order of a line of examples.jsonl. A plug-in may add a tier at any time."""
+    """Map keys to all facts, in the order of a line of examples.jsonl. A plug-in may add a tier at
+    any time."""
 
     def __getitem__(self, key: str) -> Fact:
         return joined(tuple(TIERS))[key]

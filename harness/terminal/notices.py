@@ -73,7 +73,7 @@ class _Builds(logging.Handler):
 
 
 def tell_of_builds() -> None:
-    """From now on, print a note when C++ kernels are being compiled, because that takes about a
+    """Print a note from now on when C++ kernels are being compiled, because that takes about a
     minute."""
     log = logging.getLogger("kernels.cpu")
     if not any(isinstance(handler, _Builds) for handler in log.handlers):

@@ -130,9 +130,10 @@ def _assign(
     AT_ONCE: tl.constexpr, POINTS: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr, FIND: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
-    """For each point of one piece of one problem, find the nearest centroid, of equally near ones the
-    first, if FIND says so, else read its number from `codes`. Sum and count the points of a block of
-    clusters, if ADD says so, else write the numbers to `codes`."""
+    """Work on one piece of the points of one problem. If FIND says so, find for each point the
+    nearest centroid, the first of equally near ones; else read its number from `codes`. If ADD says
+    so, sum and count the points of each of a block of clusters; else write the numbers to
+    `codes`."""
     piece, problem = tl.program_id(0), program_at(1)
     still = (
         False

@@ -99,8 +99,8 @@ class Method(metaclass=_TupleForList):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Return what this method must be told of a model and cannot be told of each: ROTATION if it
-        rotates keys or queries itself, QUERIES if it computes queries."""
+        """Return what this method must know of a model, though not every model lets it be known:
+        ROTATION if it rotates keys or queries itself, QUERIES if it computes queries."""
         return ()
 
     @property

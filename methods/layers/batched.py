@@ -117,9 +117,10 @@ def together(slots: Slots, cache: CacheState) -> Layer:
 
 
 def link(steps: Sequence[tuple[Layer, Sequence[Layer]]]) -> None:
-    """Connect joint layers, and their policies, with one another where a method's layers refer to
-    other layers, as when one asks for the rows of the next. `steps`: each joint layer that
-    `together` has returned, with the layers of single sequences that it stands for."""
+    """Connect the joint layers of a model, and their policies, with one another. It does something
+    only for methods whose layers refer to other layers, as when one asks for the rows of the next.
+    `steps`: each joint layer that `together` has returned, with the layers of single sequences for
+    which it stands."""
     joint_layers = {id(layer): joint for joint, layers in steps for layer in layers}
     for joint, layers in steps:
         joint.link(layers, joint_layers)

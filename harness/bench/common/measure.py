@@ -48,7 +48,7 @@ class MarkedSeconds(float):
 
 
 class LoadCounts(NamedTuple):
-    """How often and how long all threads of this process have had to wait for a CPU so far."""
+    """Count how often and how long the threads of this process have waited for a CPU so far."""
 
     switches: int  # involuntary: a thread could go on, and somebody else got its CPU
     waited_s: float  # ready to run, without a CPU

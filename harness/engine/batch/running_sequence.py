@@ -48,8 +48,8 @@ class After:
 
 
 def safe_tokens(stop: Stop) -> float:
-    """Return how many tokens an answer can have before the rule `stop` may end it: with one more it
-    may. 0 if nothing is known of the rule."""
+    """Return how many tokens an answer can have without the rule `stop` ending it: the next token
+    may end it. Return 0 if nothing is known of the rule."""
     if stop is never:
         return inf
     return stop.count - 1 if isinstance(stop, After) else getattr(stop, "min_new_tokens", 0)

@@ -21,7 +21,7 @@ MANY = 8  # groups beyond which the usual table has no column for each
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a column averages of one task: all examples, or those of some groups."""
+    """Name what a column averages of one task: all examples, or those of some groups."""
 
     task: str
     groups: tuple[str, ...] = ()  # none: all
@@ -123,7 +123,7 @@ def _headed(found: Sequence[PaperColumn], names: Mapping[str, str]) -> list[Pape
 
 
 class _Offer:
-    """What columns there can be for these runs, and their names."""
+    """List the columns that there can be for these runs, and name them."""
 
     def __init__(self, chosen: Sequence[Chosen], layout: Layout, names: Mapping[str, str]) -> None:
         self._layout, self._names = layout, names

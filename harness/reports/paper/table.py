@@ -48,12 +48,12 @@ class PaperTable:
 
     @property
     def caption(self) -> str:
-        """What the table shows, and what its marks mean."""
+        """Return the sentences that say what the table shows and what its marks mean."""
         return " ".join([self.layout.caption or self.title, *self.legend()])
 
     @property
     def title(self) -> str:
-        """The caption of a table for which the choice has none."""
+        """Return the caption of a table for which the choice has none."""
         tasks, models = (
             list(dict.fromkeys(getattr(one, name) for one in self.chosen))
             for name in ("task", "model")

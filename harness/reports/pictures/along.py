@@ -23,8 +23,8 @@ Lines = dict[str, dict[float, float]]
 
 
 class Panel(NamedTuple):
-    """One cost that is drawn along an answer. `cost`: of one stretch of a reply, in the named unit; None where it is
-    unknown."""
+    """Describe a panel: one cost that is drawn along an answer. `cost` returns it for one stretch
+    of a reply, in the unit of `name`, or None where it is unknown."""
 
     name: str
     cost: Callable[[Reply, Stretch], float | None]

@@ -27,7 +27,7 @@ Pixels = NDArray[np.float64]
 
 
 class _Name(NamedTuple):
-    """What stands at one point: all texts and colours of those that meet there, as keys."""
+    """Hold what is written at one point: texts and colours of all that meet there, as keys."""
 
     point: Point
     place: Pixels

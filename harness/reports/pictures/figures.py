@@ -39,7 +39,7 @@ WIDEST = 2400  # pixels
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """How a figure is drawn: the section `figure` of a file of `--paper`."""
+    """Say how a figure is drawn: the section `figure` of a file for `--paper`."""
 
     # inches; single, double: of a column of a paper, and of its page; null: what its panels need
     width: Literal["single", "double"] | float | None = "single"

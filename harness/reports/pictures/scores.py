@@ -33,7 +33,8 @@ Points = Mapping[str, list[tuple[float, ReportRow]]]
 
 
 class Cost(NamedTuple):
-    """What scores are drawn against. Rows whose summary lacks it, or has 0, are not drawn."""
+    """Describe a cost that scores are drawn against. Rows whose summary lacks it, or has 0, are not
+    drawn."""
 
     name: str
     meaning: str
