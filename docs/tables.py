@@ -6,6 +6,7 @@ A table stands between a marker and `<!-- end -->`; everything else on a page is
   the named methods only, `<!-- rows of NAME... at 10 50 -->` the rows at these budgets (percent) and those without one.
 - `<!-- headline of NAME -->` shows scores, likelihoods and bytes of NAME, reads of NAME_read and times of NAME_times,
   which have the same methods. NAME_floor has Full alone, in other arithmetic.
+- `<!-- beside of NAME -->` shows scores that papers print beside those of NAME, by results/paper/beside.csv.
 - `<!-- families of NAME -->` shows which methods are refused on which families of models, and why, from
   results/published/NAME.csv, which `make families` writes.
 - `<!-- decode of NAME... -->`, with `: METHOD...` or without, shows results of `bench decode`, `layer` or `generate`
@@ -34,8 +35,9 @@ from harness.results.provenance import code_hash
 ROOT = Path(__file__).parents[1]
 BENCHES = ROOT / "results" / "published" / "bench"
 PUBLISHED = ROOT / "results" / "published" / "tables"
+PAPERS = ROOT / "results" / "paper"
 PICTURE = ROOT / "docs" / "img" / "headline.png"
-KINDS = "rows|headline|families|decode"
+KINDS = "rows|headline|beside|families|decode"
 MARKED = re.compile(
     rf"(<!-- ({KINDS}) of ([\w/ ]+)(?:: ([\w ]+))? -->\n).*?(<!-- end -->)", re.DOTALL
 )
@@ -91,8 +93,9 @@ def filled(page: str) -> str:
     def table(marker: re.Match[str]) -> str:
         head, kind, names, methods, end = marker.groups()
         chosen = (methods or "").split()
-        if kind in ("headline", "families"):
-            text = headline(names) if kind == "headline" else families(names)
+        whole = {"headline": headline, "beside": beside, "families": families}
+        if kind in whole:
+            text = whole[kind](names)
         else:
             names, _, budgets = names.partition(" at ")
             files = names.split()
@@ -150,6 +153,32 @@ def _cells(
 
 def _read(name: str) -> pd.DataFrame:
     return pd.read_csv(PUBLISHED / f"{name}.csv").map(unescaped)
+
+
+def beside(name: str) -> str:
+    """Return a Markdown table of differences to Full in points, task by task: what papers print, and
+    below it what the published table of this name has of the same method."""
+    ours = _read(name).set_index("presets.method")
+    scores = 100 * ours.filter(regex=r"^score\.groups\..+\.mean$")
+    scores.columns = scores.columns.str.extract(r"groups\.(\w+)", expand=False)
+    pairs = pd.read_csv(PAPERS / "beside.csv").query("table == @name")
+    printed = pd.read_csv(PAPERS / "paper_reference.csv")
+    theirs = printed[printed["source"].isin(pairs["source"])].pivot(
+        index=["source", "method", "model", "config"], columns="task", values="value"
+    )
+    lines = []
+    for pair in pairs.itertuples():
+        of_paper = (pair.source, pair.method, pair.model, pair.config)
+        its_full = (pair.source, "full attention", pair.model, pair.full_config)
+        own = f"{ours['model'][pair.preset]}, {100 * ours['budget.asked'][pair.preset]:g} %"
+        losses = {
+            f"{pair.model}, {pair.config}": theirs.loc[of_paper] - theirs.loc[its_full],
+            own: scores.loc[pair.preset] - scores.loc["full"],
+        }
+        for setting, loss in losses.items():
+            shown = loss.reindex(scores.columns).map("{:+.1f}".format, na_action="ignore")
+            lines.append({"method": pair.preset, "setting": setting} | dict(shown.fillna("")))
+    return _markdown(pd.DataFrame(lines), 2)
 
 
 def families(name: str) -> str:

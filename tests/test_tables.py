@@ -124,3 +124,22 @@ def test_every_published_table_has_an_experiment_that_makes_it() -> None:
     recipe = subprocess.run(["make", "-n", "published"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "+experiment=tables/$name" in recipe
     assert all(f" {name} " in recipe.replace(";", " ;") for name in made)
+
+
+def test_what_papers_print_stands_beside_ours_as_differences_to_full(tables: dict[str, Any], tmp_path: Path) -> None:
+    tables["filled"].__globals__["PAPERS"] = tmp_path
+    pd.DataFrame(ROWS).to_csv(tmp_path / "a.csv")
+    pair = {"source": "A paper", "method": "Quest", "model": "Llama", "config": "4K, a fifth"}
+    pd.DataFrame([pair | {"table": "a", "preset": "quest", "full_config": "4K"}]).to_csv(tmp_path / "beside.csv")
+    printed = [
+        pair | {"task": "niah", "value": 70.5},
+        pair | {"task": "vt", "value": 1.0},
+        pair | {"method": "full attention", "config": "4K", "task": "niah", "value": 90.0},
+    ]
+    pd.DataFrame(printed).to_csv(tmp_path / "paper_reference.csv")
+    page = tables["filled"]("<!-- beside of a -->\n<!-- end -->")
+    assert cells(page) == [
+        ["method", "setting", "niah"],
+        ["quest", "Llama, 4K, a fifth", "-19.5"],
+        ["quest", "SmolLM2, 20 %", "-30.0"],
+    ]
