@@ -8,7 +8,7 @@ TORCH_INDEX ?=
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-all test-cpus test-official test-gpu families tables published docs demo bench-generate bench-gpu profile-gpu \
+.PHONY: help setup check test test-all test-cpus test-official test-gpu families tables published check-numbers docs demo bench-generate bench-gpu profile-gpu \
     bench-gpu-batches bench-gpu-ops bench-gpu-layer bench-gpu-offload bench-gpu-overlap clean
 
 help:  ## this list
@@ -127,6 +127,9 @@ published: setup  ## results/published/tables anew, with DATA=... and QWEN=FILE:
 	$(BIN)/python -m harness.report results/runs/tables --html results/runs/tables/page > /dev/null
 	$(BIN)/python -m harness.report results/runs/tables/headline_2k --figure differences \
 	    --out results/runs/tables/headline_2k.pdf > /dev/null
+
+check-numbers: setup  ## ten prompts of a published row here, beside their numbers: of SmolLM2, or with QWEN=FILE of Qwen; minutes
+	$(BIN)/python -m harness.check_numbers $(if $(QWEN),qwen_ruler model.name=null model.file='$(QWEN)',headline_8k)
 
 docs: setup  ## the documentation as a site, with the page of all published tables, in build/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

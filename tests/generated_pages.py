@@ -45,6 +45,8 @@ COMMANDS = {
     "show": "shows outputs, or two runs side by side where they differ",
     "rescore": "applies today's scorers to [stored outputs](results.md#scoring-again)",
     "check": "holds a method of your own to [its contract](extending.md#check-it), in seconds",
+    "check_numbers": "runs ten prompts of a published row here, and says whether "
+    "[its numbers](results.md#a-published-row-again) come out",
     "new": "writes [a method to begin with](extending.md#three-to-begin-with)",
     "tune": "searches a method's own parameters [at equal budget](experiments.md#tuning-a-method)",
     "serve": "lets conversations [arrive, queue and share steps](conversations.md#serving)",
