@@ -1,15 +1,16 @@
 """H2O: keeps the heavy hitters, the tokens that received most attention, and the recent ones (arXiv
 2306.14048).
 
-The rule: a token's score is its column sum, the softmax weights that it received from every query
-so far, summed over the query heads of a KV head (PQCache's comparison extends H2O to grouped heads
-so). The tokens with the largest sums and the most recent ones stay. Kept keys stay at their
-positions.
+The rule: a token's score is its column sum: the softmax weights that it received from every query
+so far, summed over the query heads of a KV head. (The sum over heads is that of PQCache's
+comparison; the paper of H2O has no grouped heads.) The tokens with the largest sums and the most
+recent ones stay. Kept keys stay at their positions.
 
-The prompt is evicted once, at its seal, while the paper evicts with each token. `compensation` is PQCache's
-H2O(C), which may keep more than the budget because it moves nothing: s/128 tokens more (`literal`,
-the text's share of the cache) or s/256 (`bytes`, since the others' extra transfer is 1/128 of the
-keys alone). Sums are computed in fp32; the released code's fp16 sums overflow at sinks."""
+The prompt is evicted once, at its seal, while the paper evicts with each token. `compensation`
+makes it PQCache's H2O(C), which may keep more than the budget because it moves nothing: with s
+prompt tokens, s/128 more (`literal`, which takes the share of the cache in the text at its word) or
+s/256 more (`bytes`, since the other methods' extra transfer is 1/128 of the keys alone). Sums are
+computed in fp32; the released code's fp16 sums overflow at sinks."""
 
 from __future__ import annotations
 

@@ -1,25 +1,26 @@
 """InfiniGen: guesses a layer's tokens from the attention input of the layer before it (OSDI'24,
 arXiv 2406.19707).
 
-The rule: once per model, an orthogonal matrix A per KV head turns the rotated queries of a
-calibration text so that few columns hold most of them. A prompt keeps its skewed keys on the
-device, in the columns in which its own queries or keys are largest. At each step layer l's query
-projection is applied to the input of layer l-1; the guessed query times the partial keys tells
-which tokens come within `alpha` of the largest logit of a query head. Their mean count over the KV
-heads, limited by the budget, is how many tokens every KV head fetches, for each sequence of a
-batch.
+The rule: once per model, an orthogonal matrix A per KV head is computed that turns the rotated
+queries of a calibration text so that few columns hold most of them. A prompt's keys, turned by A,
+are kept on the device in those columns in which the prompt's own queries or keys are largest
+(partial keys). At each step, layer l's query projection is applied to the input of layer l-1. The
+guessed query times the partial keys tells which tokens come within `alpha` of the largest logit of
+a query head. How many they are, as the mean over the KV heads and at most the budget, is how many
+tokens every KV head fetches. Each sequence of a batch has a number of its own.
 
-The released code takes one mean count for all sequences. Its Llama code takes columns from one fixed
-prompt, and the largest logit of the first head for all heads; here the paper's rule holds. The mean
-is over counts per KV head, which the query heads of a group enlarge.
+The released code takes one mean count for all sequences. Its Llama code takes columns from one
+fixed prompt, and the largest logit of the first head for all heads; here the paper's rule holds.
+The mean is over counts per KV head, which are larger with grouped query heads.
 
 With rotary positions A must act after the rotation, on queries and keys alike; folded into the
 weights, as for OPT, it would destroy the logits. With grouped heads a token's score is its best
 margin in the group; the paper has no groups.
 
-The budget replaces the paper's cap on fetched tokens. Generated tokens count for the largest logit.
-A limited host pool (`pool_capacity`) loses a token of each KV head for every one that comes in. As
-in the paper, each prompt token fetches before it enters; the seal replays that."""
+The budget replaces the paper's cap on fetched tokens. Generated tokens count when the largest logit
+is sought. A limited host pool (`pool_capacity`) loses a token of each KV head for every one that
+comes in. In the paper each prompt token fetches others before it enters the pool; the seal replays
+that."""
 
 from __future__ import annotations
 
@@ -282,10 +283,10 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         return super().joined() | ({} if read is None else {"read_in_steps": read})
 
     def link(self, members: Sequence[Policy], joint: Mapping[int, Policy]) -> None:
-        """Find the next layer's policies, for which this joint policy of several sequences
-        (`members`) guesses: one for all sequences, or one each where the next layer steps for one
-        sequence after the other. `joint`: the id of a member's policy -> the joint policy that
-        steps instead of it."""
+        """Find the policies of the next layer for which this joint policy guesses: one for all
+        sequences, or one each where the next layer takes a step for one sequence after the other.
+        `members`: the policies of the single sequences that this one stands for; `joint`: the id of
+        a member's policy -> the joint policy that steps instead of it."""
         if self.plan is not None:
             self.read_in_steps = torch.zeros(
                 self.request.batch, dtype=torch.int64, device=self.request.device

@@ -2,14 +2,18 @@
 2505.24133).
 
 The rule: a token's score is `mix_lambda` times its importance minus (1 - mix_lambda) times its
-redundancy. Importance: the weights that the last `window` queries give it, from the largest logit of
-a KV head's query heads, averaged over the queries and then the largest among `kernel` neighbours.
-Redundancy: the mean cosine similarity of its key to all keys, as a softmax over the tokens, where
-each key's similarity to the last of those more than `SIMILAR` alike is left out, so that of tokens
-that repeat one another the last one stays. Each KV head keeps the best and the window.
+redundancy. Each KV head keeps the tokens with the best scores, and the window.
 
-The budget is all rows of a KV head, prompt and answer, with a buffer of `buffer` rows on top: once it
-is full, the budget's number of rows stays."""
+Importance: the weights that the last `window` queries give to the token. They come from the largest
+logit among the query heads of the KV head, are averaged over the queries, and of `kernel`
+neighbours the largest counts.
+
+Redundancy: the mean cosine similarity of the token's key to all keys, as a softmax over the tokens.
+One similarity is left out for each key: that to the last of the keys that are more than `SIMILAR`
+like it. So of tokens that repeat one another the last one stays.
+
+The budget counts all rows of a KV head, prompt and answer. `buffer` rows may come on top; once
+these are full, as many rows stay as the budget says."""
 
 from __future__ import annotations
 
@@ -57,9 +61,10 @@ class RKVKeep(LastQueries, capturable=True, of_each={}):
 
 
 def redundancy(keys: Tensor) -> Tensor:
-    """Return how much each key repeats others, keys [B G S D] -> [B G S] fp32: the softmax over the
-    tokens of its mean cosine similarity to all keys, where each of these leaves out itself and the
-    last key that is more than `SIMILAR` like it (the first key, if none is)."""
+    """Return how much each key repeats others, keys [B G S D] -> [B G S] fp32: its mean cosine
+    similarity to all keys, as a softmax over the tokens. Each key leaves out two similarities: that
+    to itself, and that to the last key that is more than `SIMILAR` like it (the first key, if none
+    is)."""
     # on a CPU one KV head after the other, whose memory serves the next
     at_once = keys.shape[1] if queues(keys.device) else 1
     parts = (_similarity(keys[:, part]) for part in pieces(keys.shape[1], at_once=at_once))
@@ -67,8 +72,8 @@ def redundancy(keys: Tensor) -> Tensor:
 
 
 def _similarity(keys: Tensor) -> Tensor:
-    """Return the mean cosine similarity of each key to all keys, without what each of these leaves
-    out: keys [B G S D] -> [B G S] fp64."""
+    """Return the mean cosine similarity of each key to all keys, without the two that each key
+    leaves out (see `redundancy`), keys [B G S D] -> [B G S] fp64."""
     units = normalize(keys.float(), dim=-1, eps=1e-8)
     last = ops.last_alike(units, SIMILAR)
     itself = last == torch.arange(keys.shape[2], device=keys.device)

@@ -2,21 +2,21 @@
 2502.14051).
 
 The rule: the first stage, at the seal, is SnapKV with votes pooled over far more tokens, and one
-choice per KV head. The second stage, in each step, is hybrid sparse attention. Each page of kept
-tokens has the largest and smallest key of each channel (as in Quest), of which only the channels
-where the group's query heads are largest are read (as in SparQ). Softmax weights of these products
-are summed over the group; the tokens of the best pages are read exactly. The window's tokens count
-towards what the first stage keeps.
+choice per KV head. The second stage, in each step, is hybrid sparse attention. For each page of
+kept tokens the largest and the smallest value of each channel of its keys are stored (as in Quest).
+A step reads these only in the channels where the group's query heads are largest (as in SparQ).
+Softmax weights of these products are summed over the group, and the tokens of the best pages are
+read exactly. The window's tokens count towards what the first stage keeps.
 
 The budget: the paper's counts, in tokens, all that a step reads: half of it to find tokens, half to
-attend to them. Ours counts only the latter, so a budget of b is the paper's t = 2b, and c = S/t is
-what it calls the compression ratio. `budget_rule=paper` gives t, of which half is selected.
+attend to them. Ours counts only the latter, so a budget of b is the paper's t = 2b. c = S/t is what
+the paper calls the compression ratio. `budget_rule=paper` gives t, of which half is selected.
 
-The split: the first stage keeps S/c**split tokens; null is the paper's min(0.2 + 0.06 log2 c, 0.8).
-What remains of c is split evenly between pages and channels: null for `page_size` and `r`. A page
-may be read in part, by its first tokens. A large budget leaves parts of the method without work:
-from 19 % of the prompt on, a page has one token, and from 50 % on neither stage leaves anything
-out. A layer's `fallback` says so."""
+The split: the first stage keeps S/c**split tokens; split=null takes the paper's min(0.2 + 0.06 log2
+c, 0.8). What remains of c is divided evenly between pages and channels if `page_size` and `r` are
+null. A page may be read in part, by its first tokens. A large budget leaves parts of the method
+without work: from 19 % of the prompt on, a page has one token, and from 50 % on neither stage
+leaves anything out. A layer's `fallback` says so."""
 
 from __future__ import annotations
 

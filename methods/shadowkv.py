@@ -1,12 +1,12 @@
 """ShadowKV: keeps keys as low-rank factors and values on the host, and chooses chunks by their mean
 key (arXiv 2410.21465).
 
-The rule: at the seal the keys before their rotation, all KV heads of a layer as one matrix, become
-one factorisation of rank r. Each chunk of c rotated keys is represented by its mean, the landmark.
-Per KV head the chunks with the lowest cosine between landmark and any of their keys are outliers,
-and stay exact on the device with the last chunks. A step takes the softmax over the other
-landmarks, then the maximum over a group's query heads, fetches the best chunks' values, and
-rebuilds their keys and rotates them at their true positions.
+The rule: at the seal, the keys of all KV heads of a layer, before their rotation, are factorised as
+one matrix of rank r. Each chunk of c rotated keys is represented by its mean, the landmark. In each
+KV head, the chunks with the lowest cosine between landmark and any of their keys are outliers. They
+stay exact on the device, and so do the last chunks. A step takes the softmax over the other
+landmarks, and then the maximum over a group's query heads. It fetches the values of the best
+chunks, rebuilds their keys, and rotates these at their true positions.
 
 The paper's budget counts only retrieved tokens (`budget_rule=paper`); ours includes local chunks
 and outliers. At budget=2464 the defaults give the paper's 2048 retrieved tokens."""

@@ -182,18 +182,19 @@ class VAttention(PolicyMethod):
         return int(chosen * self.top_ratio)
 
     def sample_size(self, terms: Tensor, known: Tensor, among: int) -> Tensor:
-        """Return how many draws it takes until `among` times the mean of their terms, added to `known`
-        [...], has a relative error above `epsilon` with probability `delta`: at least the base sample,
-        and maybe more than the drawn `terms` [... S], of which the first estimate it."""
+        """Return how many draws are needed: with so many, `among` times the mean of their terms,
+        added to `known` [...], has a relative error above `epsilon` with probability `delta`. The
+        first of the drawn `terms` [... S], the base sample, estimate this. The result is at least
+        the size of the base sample, and may be larger than S."""
         least = max(2, int(among * self.base_ratio))
         base = terms[..., :least]
         error = self.epsilon * (known + among * base.mean(-1))
         return (self.quantile * among * base.std(-1) / error).square().ceil().clamp(min=least)
 
     def cost(self, case: LayerWorkload) -> Cost:
-        """Return the bytes that a layer's cache takes, moves and reads with the largest sample. Rows
-        that are drawn twice are read once, so the expected number of different ones counts; top
-        tokens of query heads differ as Quest's pages do."""
+        """Return the bytes that a layer's cache takes, moves and reads with the largest sample.
+        Rows that are drawn twice are read once, so the expected number of different rows counts.
+        For the top tokens of query heads, the union is estimated as for Quest's pages."""
         if self.reads_whole(case):
             return costs.dense(case)
         plan = self.split(case.budget)

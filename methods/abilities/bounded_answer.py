@@ -1,5 +1,5 @@
-"""Bounds on the rows that a layer holds while the answer grows: a token that comes in when a bound
-is reached lets others go. Either the generated tokens have a budget of their own, or the method's
+"""Bounds how many rows a layer holds while the answer grows: once the bound is reached, rows go
+before a new token comes in. Either the generated tokens have a budget of their own, or the method's
 budget counts the rows of prompt and answer together (TOVA, R-KV)."""
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class AnswerBound(AbilityState, capturable=True, of_each={}):
         return Bound(self.store.length, most, most - max(1, most // 8))
 
     def reached(self) -> Bound | None:
-        """Return the bound for the answer that follows; None if the cache has room for no more
-        tokens than it allows."""
+        """Return the bound for the answer that follows. None if the cache has no room for more
+        tokens than the bound allows, so that it is never reached."""
         bound, request = self.asked(), self.request
         longest = self.store.length + request.capacity - self.layer.seen
         if bound is None or request.grows or longest > bound.first + bound.most:
@@ -121,7 +121,8 @@ class AnswerBound(AbilityState, capturable=True, of_each={}):
         self.let_go(count, rows)
 
     def choose(self, count: int, size: int) -> tuple[str, Tensor]:
-        """Return the `size` of the last `count` stored tokens that stay, and what returned them."""
+        """Choose which `size` of the last `count` stored tokens stay. Return the name of the
+        function that chose, for an error message, and the chosen rows."""
         attends = self.layer.attends
         given = f"{type(attends).__name__}.keep_generated"
         if hasattr(attends, "keep_generated"):
@@ -130,8 +131,8 @@ class AnswerBound(AbilityState, capturable=True, of_each={}):
         return given, latest.expand(self.request.batch, self.layer.heads, -1)
 
     def let_go(self, count: int, rows: Tensor) -> None:
-        """Drop the last `count` stored tokens, the generated ones or all, except those that rows
-        [B heads K] name, ascending and numbered from the first of these `count`."""
+        """Drop those of the last `count` stored tokens (the generated ones, or all) that rows [B
+        heads K] do not name. The rows ascend and are numbered from the first of these `count`."""
         layer, kept = self.layer, rows.shape[2]
         places = layer.stored_positions()[..., -count:].gather(2, rows)
         layer.evicted += count - kept

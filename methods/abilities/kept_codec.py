@@ -1,6 +1,6 @@
-"""Keys and values in fewer bits. Of a method that reads a choice of its tokens, the pool writes
-those that a step reads only if they are chosen (methods/pools). Of a method that evicts at the
-seal, this file writes those that stay."""
+"""Writes keys and values in fewer bits. If a method reads a choice of its tokens, the pool writes
+those that a step reads only if they are chosen (methods/pools). If it evicts at the seal, this file
+writes those that stay."""
 
 from __future__ import annotations
 

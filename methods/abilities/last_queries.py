@@ -1,5 +1,5 @@
-"""Evicts by the last queries: those of the prompt at its end, and those of the answer where rows are
-dropped while the model decodes, under a budget that counts prompt and answer."""
+"""Evicts by the last queries: at the seal by those of the prompt. Under a budget that counts prompt
+and answer it also evicts while the model decodes, by the queries of the answer."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class LastQueries(Keep, capturable=True, of_each={}):
 
 
 class EvictsWhileDecoding(PolicyMethod):
-    """Define a method whose budget is all rows of a KV head, those of the answer included: a
-    `LastQueries` policy says which stay at the seal, and whenever a new token has no room."""
+    """Define a method whose budget counts all rows of a KV head, those of the answer included. A
+    `LastQueries` policy says which rows stay, at the seal and whenever a new token has no room."""
 
     abilities = (CountedAnswer(),)
 
     @property
     def window(self) -> int:
-        """Return by how many of the last queries the choice is made."""
+        """Return how many of the last queries decide which rows stay."""
         return 1
 
     def cost(self, case: LayerWorkload) -> Cost:

@@ -1,5 +1,6 @@
-"""Budgets by mass (Twilight, arXiv 2502.02770): of what a step chose, it reads only the tokens that
-carry a share of the weights. Keys in 4 bits estimate these (kernels/top_p.py)."""
+"""Budgets by mass (Twilight, arXiv 2502.02770): of the tokens that a step chose, it reads only as
+many as carry a given share of the attention weights. Copies of the keys in 4 bits estimate these
+weights (kernels/top_p.py)."""
 
 from __future__ import annotations
 
@@ -36,12 +37,13 @@ class Mass(Ability):
 class Pruned(
     ChoiceWeights, capturable=True, of_each={"key_codes": 2, "key_ranges": 2, "choices_read": None}
 ):
-    """Hold copies of the keys of all candidates in 4 bits, and give minus infinity as log-weight to
-    those chosen tokens that the share of the weights does not need.
+    """Hold copies of the keys of all candidates in 4 bits. Give minus infinity as log-weight to
+    those chosen tokens that are not needed to reach the share of the weights.
 
-    The layer's `Read` says in `candidates()` of which keys a step chooses, while they are still in
-    the store, in `always_read()` which segments every step reads, and in `absent(rows)` which
-    entries of a choice stand for no token (a mask; None if all are tokens)."""
+    The layer's `Read` answers three questions. `candidates()`: of which keys does a step choose,
+    while they are still in the store? `always_read()`: which segments does every step read?
+    `absent(rows)`: which entries of a choice stand for no token (a mask; None if all are
+    tokens)?"""
 
     prunes = True
     key_codes: Tensor | None = None  # [B G M D/2], codes of the candidates' keys
@@ -57,7 +59,7 @@ class Pruned(
             self.key_codes, self.key_ranges = quantised_keys(self.layer.reads.candidates().k)
 
     def weigh(self, q: Tensor, rows: Tensor) -> None:
-        """Return the log-weights of a choice of which the tokens are read that carry the share: 0,
+        """Set the log-weights of a choice: 0 for the tokens that carry the share, which are read,
         and minus infinity for the others. q [B H 1 D], rows [B G|H K]"""
         assert self.key_codes is not None
         assert self.key_ranges is not None
@@ -80,8 +82,8 @@ class Pruned(
 
     @property
     def bytes_read(self) -> int:
-        """Return the bytes of the copies of keys by which the last step estimated weights; none if
-        it used a choice again."""
+        """Return the bytes of those copies of keys by which the last step estimated weights; 0 if
+        it used an earlier choice again."""
         rows = self.layer.reads.rows
         if self.key_codes is None or rows is None or self.layer.reads.age:
             return 0

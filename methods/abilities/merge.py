@@ -1,12 +1,12 @@
 """CaM: merges values of rows that go while the answer grows into rows that stay (ICML 2024,
 https://openreview.net/forum?id=LCTmppB165).
 
-The rule: of each row that goes, the value is added to the next `NEIGHBOURS` rows that stay, divided
-by their number, or not at all. The chance that it is added is the attention that the row has
-received in the steps of the answer, divided by the mean of what these neighbours have received, and
-at most 1. As in kvpress's CAMPress, which leaves keys alone, the weights of the query heads of a KV
-head are averaged, and what a prompt's own queries gave does not count. A draw depends on layer and
-position alone, so a run can be repeated."""
+The rule: when a row goes, its value is shared out evenly among the next `NEIGHBOURS` rows that
+stay, or it is dropped. A draw decides. The chance that the value is shared out is the attention
+that the row has received in the steps of the answer, divided by the mean of what these neighbours
+have received, and at most 1. As in kvpress's CAMPress, keys are left alone, the weights of the
+query heads of a KV head are averaged, and the attention from the prompt's own queries does not
+count. A draw depends on layer and position alone, so a run can be repeated."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ class Merging(AbilityState, capturable=True, of_each={}):
         self.received = weights
 
     def forget(self, count: int, rows: Tensor) -> None:
-        """Merge before rows go: of all `count` stored ones, only rows [B G K] stay."""
+        """Merge the values of the rows that are about to go: of all `count` stored rows, only rows
+        [B G K] stay."""
         self.before_step()
         if self.received is None:
             return
@@ -106,7 +107,8 @@ class Merging(AbilityState, capturable=True, of_each={}):
         self.received = self.received.gather(2, rows)
 
     def draws(self, chances: Tensor) -> Tensor:
-        """Return 1 with each of these chances [B G E], else 0, the same in every sequence."""
+        """Draw a number for each chance [B G E]: 1 with that chance, else 0. All sequences get the
+        same draws."""
         seed = self.layer.seen * self.spec.num_layers + self.spec.index
         draw = torch.Generator().manual_seed(seed)
         return (

@@ -27,8 +27,9 @@ Reading = tuple[float | Tensor, float | Tensor]
 
 
 def over_steps(steps: int, prompt: float | Tensor, generated: float | Tensor) -> Reading:
-    """Return the prompt tokens and generated tokens that `steps` steps have read, of which the last
-    one read so many: the same of the prompt, and one generated token more than the step before."""
+    """Return how many prompt tokens and generated tokens `steps` steps have read together, given
+    what the last one read. Each step reads the same prompt tokens, and one generated token more
+    than the step before."""
     return prompt * steps, generated * steps - steps * (steps - 1) // 2
 
 
@@ -105,9 +106,9 @@ class KVLayer(ABC):
         return self.read_positions()
 
     def union_excess(self) -> Tensor | None:
-        """Return by how many prompt tokens the union that a KV head read in the last step exceeds
-        the tokens of one of its query heads, [B], mean over heads; None if KV heads choose. It is
-        called between steps, so it must not wait for the device."""
+        """Return how many prompt tokens a KV head read in the last step beyond what one of its
+        query heads read, [B], the mean over heads; None if KV heads choose. It is called between
+        steps, so it must not wait for the device."""
         return None
 
     @property
@@ -150,11 +151,11 @@ class KVLayer(ABC):
         )
 
     def truncate(self, state: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
-        """Return what is left of `state`, except keys, values and positions, when a conversation's
-        history is cut: the parts that belong to the `first` and the `last` stored tokens of every
-        head, joined as if these tokens followed one another. `state` was taken after `reopen`;
-        `rotated` [B heads S] in it names the positions by which keys are rotated, if they differ
-        from the tokens' own."""
+        """Return what is left of `state` when a conversation's history is cut, except keys, values
+        and positions. Of every head the entries of the `first` and of the `last` stored tokens
+        remain, joined as if these tokens followed one another. `state` was taken after `reopen`. If
+        it has `rotated` [B heads S], these are the positions by which keys are rotated, where they
+        differ from the tokens' own."""
         return {}
 
     def capture_refusal(self) -> str | None:

@@ -99,8 +99,8 @@ class Method(metaclass=_TupleForList):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Return what this method must know of a model, though not every model lets it be known:
-        ROTATION if it rotates keys or queries itself, QUERIES if it computes queries."""
+        """Return what this method must know of a model, though some models do not let it be found
+        out: ROTATION if it rotates keys or queries itself, QUERIES if it computes queries."""
         return ()
 
     @property
@@ -151,11 +151,11 @@ class Method(metaclass=_TupleForList):
         connected only here."""
 
     def reads_all(self, sealed: int, tokens: int, pruned: bool = False) -> bool:
-        """Return whether a budget of `tokens` leaves out nothing of a prompt of `sealed` tokens: it
-        covers the prompt and no choice is `pruned` (`Budget.mass`), or it cannot hold the sinks and
-        windows, so that nothing could be chosen. The latter happens with a share of a short prompt;
-        such a prompt is read whole, for a reason that is recorded (`whole_because`), and no length
-        is refused."""
+        """Return whether a prompt of `sealed` tokens is read whole under a budget of `tokens`. That
+        is so if the budget covers the prompt and no choice is `pruned` (`Budget.mass`). It is also
+        so if the budget cannot hold the sinks and windows, so that nothing could be chosen: a share
+        of a short prompt may be that small. Such a prompt is not refused, and the reason is
+        recorded (`whole_because`)."""
         return tokens < self.smallest_budget or (tokens >= sealed and not pruned)
 
     def whole_because(self, sealed: int, tokens: int) -> str:

@@ -48,11 +48,11 @@ def alone_because(layer: KVLayer) -> str | None:
 
 
 def form(layer: Layer) -> Hashable:
-    """Return a key that tells which layers of different sequences can share a decode step: those
-    whose keys are equal. It holds what one launch for all of them takes for granted: the classes,
-    the method, the number of heads, whether everything is read, and where and how tokens outside
-    the store are held; if a step reads all of these, also whether some are encoded, and some
-    plain."""
+    """Return a key that is equal for layers of different sequences if they can share a decode step.
+    It holds what one launch for all of them takes for granted: the classes, the method, the number
+    of heads, whether everything is read, and where and how tokens outside the store are held. If a
+    step reads all tokens outside the store, it also holds whether any are encoded and whether any
+    are plain."""
     reads_all = layer.reads is None or layer.reads.plan is None
     far = None if layer.far is None else (layer.far.tier, layer.far.codec)
     whole = (
@@ -76,8 +76,8 @@ class Slots(NamedTuple):
     """Hold the layers that one joint decode step serves, each for one or more sequences. `dead`:
     how many free slots follow their sequences, so that a captured step has places for sequences
     that join later; None if the step has no slots. `shared`: the joint objects made so far, by the
-    ids of the objects that they combine, such as each sequence's table of rotations, which all its
-    layers share: so the joint layers share one, too."""
+    ids of the objects that they combine. All layers of a sequence share some objects, such as its
+    table of rotations, and by `shared` the joint layers share the joint one."""
 
     layers: Sequence[Layer]
     dead: int | None

@@ -151,9 +151,9 @@ class Layer(Storage, capturable=True):
         return self.dropped.of_prompt(self.positions) if rows is None else self.positions_of(rows)
 
     def union_excess(self) -> Tensor | None:
-        """Return by how many prompt tokens the union that a KV head read in the last step exceeds
-        the tokens of one of its query heads, [B], mean over heads; None if all query heads of a KV
-        head read the same. It is computed without a sort, and without waiting for the device."""
+        """Return how many prompt tokens a KV head read in the last step beyond what one of its
+        query heads read, [B], the mean over heads; None if all query heads of a KV head read the
+        same. It is computed without a sort, and without waiting for the device."""
         choice = (
             self.positions if self.reads is None or self.reads.plan is None else self.reads.rows
         )

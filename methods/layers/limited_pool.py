@@ -59,10 +59,10 @@ class LimitedPool:
         self.entered = self.step = 0  # tokens so far, and fetches
 
     def take(self, fetches: Iterable[Fetched]) -> None:
-        """Let the prompt enter token by token, each in all heads; once the slots are full, one
-        token per head leaves for each that enters. `fetches`: for each token but the first, what it
-        fetches before it enters. They are read only if the policy counts fetches, and may be
-        generated one by one from what the pool then holds."""
+        """Let the prompt enter token by token, each in all heads. Once the slots are full, one
+        token per head leaves for each that enters. `fetches`: for each token but the first, the
+        tokens that it fetches before it enters. They are needed only if the policy counts fetches,
+        and may be generated one by one from what the pool holds at that moment."""
         remaining = iter(fetches)
         for column in range(self.live.shape[2]):
             if column and self.policy != "fifo":
@@ -74,9 +74,9 @@ class LimitedPool:
             self.uses[:, :, column] = self.step if self.policy == "lru" else 0
 
     def fetched(self, rows: Tensor, counts: Tensor) -> None:
-        """Count one fetch for each of the tokens that a step has read. rows [B G K]: numbers of
-        prompt tokens, of which the first `counts` [B] of a sequence count, and differ; the rest are
-        padding."""
+        """Count one fetch for each token that a step has read. rows [B G K]: numbers of prompt
+        tokens. Of each sequence the first `counts` [B] of them count and are different; the rest
+        are padding."""
         self.step += 1
         read = leading_columns(rows, counts).expand_as(rows).int()
         if self.policy == "counter":
@@ -170,7 +170,7 @@ class PooledMethod(Method):
 
     def kept(self, case: LayerWorkload) -> tuple[LayerWorkload, Cost]:
         """Return `case` with only as many prompt tokens as have room, and the cost of the tables
-        that count their use. A step reads one of these: the table of which tokens are there."""
+        that count their use. A step reads only the table that says which tokens are there."""
         if (slots := self.slots(case.capacity)) is None:
             return case, Cost()
         left = min(case.sealed, slots)

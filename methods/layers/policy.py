@@ -33,23 +33,23 @@ OfEach = Mapping[str, int | Padded | None]
 
 
 class Policy:
-    """Observe every token of a layer, and attend: this base class to all that is stored, as Full
-    does.
+    """Decide in one layer what is kept or read. This base class observes every token and attends to
+    all that is stored, as Full does.
 
-    In a layer with several policies one attends, the `Read`, else the `Keep`
-    (methods/layers/layer.py); the others only `observe`. Before `bind` a policy knows no layer.
+    In a layer with several policies one attends: the `Read`, else the `Keep`
+    (methods/layers/layer.py). The others only `observe`. Before `bind` a policy knows no layer.
 
     `class MyKeep(Keep, capturable=True)` declares that a decode step can be captured in a CUDA
     graph and replayed. A subclass does not inherit this, because what it overrides may count in
     Python or wait for the device.
 
     `of_each={"codes": 2}`, not inherited either, declares that several sequences may take a step
-    together (methods/layers/batched.py), and names the attributes that a step uses besides the
-    store, each with the dimension in which sequences differ, with `Padded` if steps change such
-    tensors, or with None for tensors of one shape, which steps may change, and for numbers. An
-    object that can combine itself for several sequences, as an index that grows, has a method
-    `batched`; it gets the objects of all caches, the state of the joint step, how many tokens each
-    sequence has seen, and how many slots are free."""
+    together (methods/layers/batched.py). It names the attributes that a step uses besides the
+    store, each with one of three values: the dimension in which the sequences' tensors differ;
+    `Padded`, if they differ and steps change them; or None, for numbers and for tensors of one
+    shape, which steps may change. An object that can combine itself for several sequences, such as
+    an index that grows, has a method `batched`. Its arguments are the objects of all caches, the
+    state of the joint step, how many tokens each sequence has seen, and how many slots are free."""
 
     capturable: ClassVar[bool] = True  # declared by each class for itself, not inherited
     # attributes for the record that do not count as bytes of the cache
@@ -131,7 +131,8 @@ class Policy:
         return prompt, self.layer.stored - prompt
 
     def readings(self, steps: int) -> Reading:
-        """Return the same of the last `steps` steps together (see `KVLayer.readings`)."""
+        """Return how many prompt tokens and generated tokens one head that chooses for itself read
+        in the last `steps` steps together (see `KVLayer.readings`)."""
         return over_steps(steps, *self.reading)
 
     def read_rows(self) -> Tensor | None:

@@ -29,10 +29,10 @@ PlanT = TypeVar("PlanT")  # says how a budget is spent
 class Read(Policy, ABC, Generic[PlanT], capturable=True):
     """Choose in each decode step the part of the stored prompt that the step reads.
 
-    If the budget covers what is stored, all of it is read, and the methods below are not called; but
-    with the ability `Mass` all are candidates then. A choice is used again for
-    `request.reuse_steps` further steps. In a layer with `ChoiceWeights` the chosen tokens have
-    log-weights."""
+    If the budget covers what is stored, all of it is read, and the methods below are not called,
+    except under the ability `Mass`, for which all tokens are candidates then. A choice is used
+    again for `request.reuse_steps` further steps. In a layer with `ChoiceWeights` the chosen tokens
+    have log-weights."""
 
     diagnostics: ClassVar[tuple[str, ...]] = ("rows",)
     plan: PlanT | None = None  # None: everything is read

@@ -26,9 +26,9 @@ OF_A_STEP = "likelihoods, choices and shared questions would not find them again
 
 @contextmanager
 def unwritten(layer: KVLayer, what: str = "a step", why: str = OF_A_STEP) -> Iterator[None]:
-    """Raise `ReturnedError` if `layer`, in the block, changes a row that its store holds already,
-    other than by `KVStore.write`. `what` runs there, and `why` it must not: words for the
-    message."""
+    """Raise `ReturnedError` if this block changes rows that the store of `layer` holds already,
+    other than by `KVStore.write`. For the message, `what` says in words what runs in the block, and
+    `why` the reason for which it must not do so."""
     store = getattr(layer, "store", None)
     stores = getattr(store, "stores", [store]) if isinstance(store, KVStore) else []
     held = [(name, getattr(one, name)[:, :, : one.length]) for one in stores for name in one.steady]

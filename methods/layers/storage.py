@@ -347,7 +347,8 @@ class Storage(KVLayer):
 
     def kept_positions(self) -> Tensor | None:
         """Return where in the text the stored prompt tokens stood, [B G K], -1 where a KV head has
-        fewer: of query heads with copies of their own, the union. None if no token was dropped."""
+        fewer. If query heads have copies of their own, a KV head has the tokens that any of its
+        query heads has. None if no token was dropped."""
         if self.positions is None or self.heads == self.spec.num_kv_heads:
             return self.dropped.of_prompt(self.positions)
         return union_per_kv_head(self.positions, self.spec.num_kv_heads, self.evicted + self.sealed)

@@ -68,8 +68,8 @@ class BlockCache:
 
     def take_in(self) -> None:
         """Put the blocks of tokens that were asked for last into their places on the device, once
-        they have arrived. `read` calls it first; on a GPU, and in a captured step, it is called
-        before the step ends, which so leaves nothing on its way."""
+        they have arrived. `read` calls it first. On a GPU, and in a captured step, it is also
+        called before the step ends, so that no transfer outlasts the step."""
         if self.coming is None:
             return
         (places, blocks, new, arrival), self.coming = self.coming, None
@@ -142,9 +142,9 @@ class BlockCache:
 
 
 def cost(case: LayerWorkload, length: int, top: int, size: int, slots: int, offered: int) -> Cost:
-    """Return the cost of a cache on the device (`BlockCache`) of blocks of the `length` tokens that
-    lie outside it, of which a step chooses `top`: `size` tokens per block, `slots` blocks held,
-    `offered` new ones per step. Moved bytes are the most that a step can move."""
+    """Return the cost of a `BlockCache` on the device. The pool outside it holds `length` tokens,
+    of which a step chooses `top`; a block has `size` tokens, and the cache holds `slots` blocks and
+    gets `offered` new ones per step. Moved bytes are the most that a step can move."""
     blocks = -(-length // size)
     slots = min(slots, blocks)
     # blocks, by the numbers of their tokens, and where these go

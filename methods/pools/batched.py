@@ -32,9 +32,9 @@ class BatchedHostRows:
     def __init__(
         self, rooms: Sequence[Tensor], device: torch.device, dim: int = 2, dead: int | None = None
     ) -> None:
-        """`rooms`: a tensor [1 G C W] per sequence, with all its rows. They differ in size in
-        dimension `dim`. `device` reads them. `dead`: how many free slots, places for sequences that
-        join later, follow them; None: there are no slots."""
+        """Join `rooms`, a tensor [1 G C W] per sequence with all its rows, for reading by `device`.
+        Their sizes differ in dimension `dim`. `dead`: how many free slots, places for sequences
+        that join later, follow them; None: there are no slots."""
         self.rows = with_free_slots(rooms, dim, dead, reader=device)
 
     def gather(
@@ -147,8 +147,8 @@ class BatchedPool:
     on the device or on the host, and have one codec."""
 
     def __init__(self, pools: Sequence[Pool], cache: CacheState, dead: int | None) -> None:
-        """`pools`: one per cache, each with one or more sequences. `dead`: how many free slots,
-        places for sequences that join later, follow the sequences; None: there are no slots.
+        """Join `pools`, one per cache, each with one or more sequences. `dead`: how many free
+        slots, places for sequences that join later, follow the sequences; None: there are no slots.
         KV heads with pools of their own (`PerHeadPool`) are treated as sequences with one head."""
         if isinstance(pools[0], PerHeadPool):
             dead = dead and dead * pools[0].spec.num_kv_heads

@@ -117,9 +117,10 @@ class KVStore:
                 ops.put_rows(held, rows, x.to(held.dtype))
 
     def _copy_once(self, *names: str) -> None:
-        """Before rows change in place for the first time, replace the tensors `names` by copies: a
-        cache that goes back to an earlier state has its rows in the old ones. States that are saved
-        from then on include the contents of the copies, which are no longer `steady`."""
+        """Replace the tensors `names` by copies before their rows change in place for the first
+        time, so that a cache that goes back to an earlier state has its rows in the old tensors.
+        States that are saved from then on include the contents of the copies, which are no longer
+        `steady`."""
         for name in names:
             if name in self.steady:
                 setattr(self, name, getattr(self, name).clone())

@@ -71,9 +71,10 @@ class Codec(ABC):
         """Encode whole blocks of tokens. k, v [B G n*block D]"""
 
     def encode_unchecked(self, k: Tensor, v: Tensor) -> tuple[Encoded, Tensor | None]:
-        """Encode as `encode` does, but do not ask the device whether it could: return also a tensor
-        whose entries are set where numbers cannot be encoded, for `kernels.quantise.refuse`. None:
-        `encode` has asked, or every number can be."""
+        """Encode as `encode` does, without asking the device whether all numbers could be encoded.
+        Also return a tensor that is set where a number cannot be encoded, for
+        `kernels.quantise.refuse`; None if `encode` has asked already, or if every number can be
+        encoded."""
         return self.encode(k, v), None
 
     @abstractmethod
@@ -105,8 +106,8 @@ class Codec(ABC):
         return None
 
     def segment(self, stored: Encoded, dtype: torch.dtype) -> Part:
-        """Return all encoded tokens for attention: as codes if kernels read these, else decoded in
-        `dtype`; still rotated, if a codec has rotated them."""
+        """Return all encoded tokens for attention: as codes if kernels read these, or else decoded
+        in `dtype`. If the codec has rotated them, they are still rotated."""
         codes = self.codes(stored)
         return Segment(*self.decode_whole(stored, dtype)) if codes is None else codes
 
@@ -136,7 +137,8 @@ PLAIN = Plain()
 
 
 class _Checked(Codec):
-    """Encode numbers of which some cannot be encoded."""
+    """Define a codec of numbers that may be impossible to encode: those that are not finite or too
+    large."""
 
     def encode(self, k: Tensor, v: Tensor) -> Encoded:
         encoded, bad = self.encode_unchecked(k, v)
@@ -320,7 +322,7 @@ def turboquant(bits: int) -> RotatedCodec:
 
 def turboquant_residual(bits: int) -> RotatedCodec:
     """Return the codec of TurboQuant (arXiv 2504.19874) that is right on average over its random
-    numbers: `bits` per number, of which a key spends one on the residual bit."""
+    numbers. It takes `bits` per number; of a key's bits, one is the residual bit."""
     return RotatedCodec(inner=LevelCodec(bits=bits, residual_bit=True))
 
 

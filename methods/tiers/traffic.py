@@ -53,9 +53,9 @@ class Traffic:
             self.tally(name, amount)
 
     def less(self, before: Traffic) -> Traffic:
-        """Return the differences between these counts and those of `before`, without times and
-        without counts that only the device knows: what one captured step counts, which is added
-        again for each replay of it."""
+        """Return what was counted since `before`: the differences of the counts, without times and
+        without counts that only the device knows. For one captured step this is what each replay of
+        it adds again."""
         counted = {name: getattr(self, name) - getattr(before, name) for name in COUNTED[:-2]}
         return Traffic(**counted)
 

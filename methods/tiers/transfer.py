@@ -200,8 +200,8 @@ class Branch(Arrival[T]):
         return self._rows
 
     def __del__(self) -> None:
-        """If nobody has waited, as after an error, let the caller's stream wait all the same: it may be
-        given the memory of what the second stream still reads, such as the numbers of rows."""
+        """Let the caller's stream wait also if nobody has waited, as after an error: it may be
+        given the memory that the second stream still reads, such as the numbers of rows."""
         if self._read is not None and not (self._captured or capturing(self._on)):
             self._join()
 
