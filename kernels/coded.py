@@ -166,13 +166,13 @@ def decode_rows(
     dtype: torch.dtype,
     recent: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Turn codes of the tokens `rows` back into keys and values [B G K D]. rows [B G K]: indices
-    into `k`, `v` and `v_range`, or None for all; blocks [B G K]: for each token the index of its
-    block in `k_range`, or None if all tokens stand in their blocks. recent: exact values [B G K D],
-    and how many of them, from the first on, are not used (on the device, [1] or [B] int64).
+    """Turn codes of the tokens `rows` back into keys and values [B G K D].
 
-    There are two indices because moved rows have an order of their own, while `k_range` stays where
-    it is. Floats and levels do not use `blocks`."""
+    rows [B G K]: indices into `k`, `v` and `v_range`, or None for all; blocks [B G K]: for each
+    token the index of its block in `k_range`, or None if all tokens stand in their blocks. recent:
+    exact values [B G K D], and a number n on the device ([1] or [B] int64); from token number n on,
+    the exact values replace the decoded ones. There are two indices because moved rows have an
+    order of their own, while `k_range` stays where it is. Floats and levels do not use `blocks`."""
     if not isinstance(coded, Coded):
         k, v = (coded if rows is None else _picked(coded, rows)).decoded(dtype)
     elif blocks is None:

@@ -1,8 +1,8 @@
 """Computes attention by flash-attn, where it is installed (`pip install 'kv-harness[flash]'`).
 
-From version 2.1 on its causal mask is aligned at the bottom right, so that later chunks of a prompt
-need no mask either. From 2.6.1 on its decode attention returns the log-sum-exp, without which
-segments could not be merged: it reads one whole segment after the other."""
+From version 2.1 on its causal mask is aligned at the bottom right, as a later chunk of a prompt
+needs it, so no mask is made. From 2.6.1 on its decode attention returns the log-sum-exp, by which
+segments are merged: it reads one whole segment after the other."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ def _window(q: Tensor, k: Tensor, first: int, window: int) -> tuple[int, int, in
 
 
 def _planned(q: Tensor, k: Tensor, v: Tensor) -> list[int]:
-    """Return into which lengths cuDNN cuts the keys, the chunk's own last; none if it should not
-    compute this chunk."""
+    """Return the lengths of the parts into which cuDNN cuts the keys; the chunk's own keys are the
+    last part. Return an empty list if cuDNN should not compute this chunk."""
     new, before = q.shape[2], k.shape[2] - q.shape[2]
     if (
         new < _PLANNED or new % _STEP or before % _STEP
@@ -102,9 +102,9 @@ def _planned(q: Tensor, k: Tensor, v: Tensor) -> list[int]:
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attend by cuDNN, where a causal mask lets the first query see the first key; and return the
-    log-sum-exp. Its plans are made for strides too, and those of a store depend on its room, so
-    keys and values are copied: 1 % of the time."""
+    """Attend by cuDNN, and return the log-sum-exp too. Its causal mask lets the first query see the
+    first key. It plans anew for other strides, and those of a store depend on its room, so keys and
+    values are copied first: 1 % of the time."""
     cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
     out, lse, *_ = cudnn(
         q, k.contiguous(), v.contiguous(), None, True, 0.0, causal, False, scale=scale
@@ -113,8 +113,8 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attend by FlashAttention, where a causal mask lets the last query see the last key; and
-    return the log-sum-exp."""
+    """Attend by FlashAttention, and return the log-sum-exp too. Its causal mask lets the last query
+    see the last key."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention.default
     out, lse, *_ = flash(q, k, v, 0.0, causal, False, scale=scale)
     return out, lse

@@ -83,8 +83,8 @@ def encode_levels(k: Tensor, v: Tensor, bits: int, seed: int | None) -> tuple[Co
 
 @cache
 def best_levels(dim: int, bits: int) -> tuple[float, ...]:
-    """Return the 2**bits numbers, ascending, to the nearest of which a coordinate of a random
-    direction of `dim` channels is rounded with the least mean square error.
+    """Return 2**bits numbers, ascending: the levels to which a coordinate of a random direction of
+    `dim` channels can be rounded with the least mean square error, each to the nearest.
 
     As x = cos(a), the angle a has a density proportional to sin(a)**(dim - 2), which is smooth for
     every size from 2 on, and the integral of x over a range of angles is a difference of
@@ -146,8 +146,8 @@ def _from_codes(packed: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes [... n] into n * bits / 8 bytes: of 3 bits, all the lower two and behind them all
-    the third ones."""
+    """Pack codes [... n] into n * bits / 8 bytes. Codes of 3 bits are packed in two parts: the
+    lower two bits of all codes, then the third bits of all."""
     return (
         torch.cat([pack(codes & 3, 2), pack(codes >> 2, 1)], -1) if bits == 3 else pack(codes, bits)
     )

@@ -33,15 +33,16 @@ def directions(gram_matrix: Tensor) -> Tensor:
 
 def leading(gram_matrix: Tensor, rank: int) -> Tensor | None:
     """Return an orthonormal basis of the space of the `rank` strongest right singular vectors of a
-    matrix, from its Gram matrix in fp64: [... C C] -> [... C rank]. None if they could not be told
-    from the others well enough, so that `directions` must compute them.
+    matrix, from its Gram matrix in fp64: [... C C] -> [... C rank]. Return None if these vectors
+    could not be told from the others well enough; `directions` must then compute them.
 
-    Subspace iteration on half as many columns more, orthogonalised by Cholesky factors and ended by
-    a Rayleigh-Ritz step, takes a few products of matrices where all eigenvectors take thousands of
-    small steps. The shifts are the roots of a Chebyshev polynomial, so that what lies below the last
-    column's eigenvalue shrinks fastest (Zhou et al., J. Comput. Phys. 219, 2006). By the residuals
-    of the Ritz vectors, the projection of any row onto the basis differs from the exact one by at
-    most 2^-12 of the row's norm. The host waits for the device twice or three times."""
+    Subspace iteration needs a few products of matrices where computing all eigenvectors takes
+    thousands of small steps. It runs on half as many columns more than wanted, orthogonalised by
+    Cholesky factors, and ends with a Rayleigh-Ritz step. The shifts are the roots of a Chebyshev
+    polynomial, so that what lies below the last column's eigenvalue shrinks fastest (Zhou et al.,
+    J. Comput. Phys. 219, 2006). By the residuals of the Ritz vectors, the projection of any row
+    onto the basis differs from the exact one by at most 2^-12 of the row's norm. The host waits for
+    the device twice or three times."""
     size, more = gram_matrix.shape[-1], max(8, rank // 2)
     wide = rank + more
     draw = torch.Generator(gram_matrix.device).manual_seed(0)

@@ -17,17 +17,17 @@ def attention_with_mean(
     q: Tensor, segments: Sequence[Segment], scale: float, chosen: int, lses: Tensor, sink_logits: Tensor | None,
     value_sum: Tensor, v: Tensor, count: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attend from one token per sequence to all segments, and mix the mean of all values into the
-    result, in the part that an approximate softmax gives to tokens that are not read. Return
-    attention [B H 1 D], and the share [B G g 1] of the approximate softmax on tokens that are read.
-    SparQ (arXiv 2312.04985)
+    """Attend from one token per sequence to all segments, and let the mean of all values stand for
+    the tokens that are not read (SparQ, arXiv 2312.04985). An approximate softmax over all tokens
+    says which share these have. Return attention [B H 1 D], and the share [B G g 1] of the
+    approximate softmax on tokens that are read.
 
-    q [B G 2g D]: each group's queries, and the same number of approximate ones behind them, which
-    attend to the same tokens. Segment number `chosen` holds the tokens that were chosen of more,
-    whose log-sum-exps with the approximate queries are lses [B G g P]: of P parts of the tokens.
-    sink_logits [H] or None: in each softmax a token more, which is always read and has no value.
-    value_sum [B G 1 D] (fp32): the sum of all values but the newest, v [B G 1 D], which is added to
-    it in place. count [1] or [B]: how many these are together."""
+    q [B G 2g D]: each group's g queries, followed by as many approximate ones, which attend to the
+    same tokens. Segment number `chosen` holds tokens that were chosen among more; lses [B G g P]
+    are the log-sum-exps of all these, in P parts, with the approximate queries. sink_logits [H] or
+    None: one more token in each softmax, which is always read and has no value. value_sum [B G 1 D]
+    (fp32): the sum of all values but the newest, v [B G 1 D], which is added to it in place. count
+    [1] or [B]: how many values there are, with the newest."""
     batch, groups, both, dim = q.shape
     group = both // 2
     outs, lse = ops.segment_attention_with_lse(q.view(batch, -1, 1, dim), segments, scale)

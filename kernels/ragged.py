@@ -212,8 +212,9 @@ def filled(x: Tensor | Ragged) -> Tensor:
 
 
 def with_sizes(whole: Tensor, of: object, dim: int = 2) -> Tensor | Ragged:
-    """Return a result [B ...] that is as long in dimension `dim` as an argument `of`, of which each
-    sequence may have a number of its own (`Ragged`, `PerSequence`): then as `Ragged`."""
+    """Return the result `whole` [B ...] with a length for each sequence in dimension `dim`, if the
+    argument `of` has such lengths (`Ragged`, `PerSequence`): then as a `Ragged`. Otherwise return
+    `whole` itself."""
     sizes = of.sizes if isinstance(of, Ragged) else of
     return Ragged.filled_up(whole, sizes, dim) if isinstance(sizes, PerSequence) else whole
 

@@ -346,8 +346,8 @@ def row_weights(
 
 
 def channel_scores(q: Tensor, x: Tensor, channels: Tensor) -> Tensor:
-    """Multiply queries and keys in the chosen channels alone. q [B G g r], x [B G D S], channels
-    [B G r] -> [B G g S] (fp32)
+    """Multiply queries and keys only in the chosen channels. q [B G g r], x [B G D S], channels [B
+    G r] -> [B G g S] (fp32)
 
     SparQ (arXiv 2312.04985): x holds the keys one channel per row, so that only r of its D rows are
     read."""
@@ -356,9 +356,9 @@ def channel_scores(q: Tensor, x: Tensor, channels: Tensor) -> Tensor:
 
 @by_sequence
 def channel_sums(q: Tensor, x: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
-    """Multiply queries and keys in the chosen channels alone, as `channel_scores` does. Return the
-    sums of the products over the g query heads of a group, [B G S], and for each head the
-    log-sum-exps of its products over P parts of the tokens, [B G g P]; here P is 1."""
+    """Multiply queries and keys only in the chosen channels, as `channel_scores` does. Return the
+    products summed over the g query heads of a group, [B G S], and for each head the log-sum-exps
+    of its products over each of P parts of the tokens, [B G g P]; here P is 1."""
     scores = channel_scores(q, x, channels)
     return scores.sum(2), scores.logsumexp(-1, keepdim=True)
 

@@ -46,9 +46,10 @@ def estimated_logits(q: Tensor, keys: KeyCodes, rows: Tensor) -> Tensor:
 
 
 def carrying(logits: Tensor, always: Tensor, mass: float) -> Tensor:
-    """Return which candidates a step reads, [B C K]: of each query head the fewest that, with the
-    tokens that are always read, carry a share `mass` of the softmax over both. logits [B C h K] of
-    the candidates, minus infinity for missing ones; always [B C h], the log-sum-exp of the others"""
+    """Return a mask of the candidates that a step reads, [B C K]. Each query head needs the fewest
+    candidates that carry a share `mass` of its softmax together with the tokens that are always
+    read. What any of the h query heads needs is read. logits [B C h K] of the candidates, minus
+    infinity for missing ones; always [B C h]: the log-sum-exp of the tokens that are always read"""
     # in fp32 the sums of many weights are off
     both = torch.cat([always.unsqueeze(-1), logits], -1).double()
     first, weights = both.softmax(-1).split([1, logits.shape[3]], -1)

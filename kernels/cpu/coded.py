@@ -168,7 +168,7 @@ def decode_rows_refuses(
 
 
 def _described(coded: Codes) -> dict[str, Any]:
-    """Return the fields of `CODES`, each with its prefix."""
+    """Return the arguments of a call that describe `coded`: the fields of the struct `CODES`."""
     levels: tuple[Tensor | None, ...] = None, None
     if isinstance(coded, Coded):
         kind, (ranges, bits, block) = 0, coded.kind

@@ -34,10 +34,10 @@ _HEADS = tl.constexpr(8)  # query heads that are multiplied at once
 
 
 def channel_sums(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> tuple[Tensor | Ragged, Tensor]:
-    """Multiply queries q [B G g r] and keys x [B G D S] in r chosen channels [B G r] alone. Return
-    the sum over the group, [B G S], and log-sum-exps for each head, [B G g P], as
-    kernels/reference.py defines it; here of the P blocks of tokens. Channels are not copied, scores
-    not stored."""
+    """Multiply queries q [B G g r] and keys x [B G D S] only in r chosen channels [B G r], as
+    kernels/reference.py defines it. Return the products summed over the group, [B G S], and for
+    each head the log-sum-exps of its products over each of P blocks of tokens, [B G g P]. No
+    channel is copied, and no product of a single head is stored."""
     sums = wide_rows(q, (*q.shape[:2], x.shape[3]))
     lses = _run(q, x, channels, 1.0, sums, summed=True)
     return with_sizes(sums, x), lses

@@ -246,9 +246,9 @@ def _margins(
 
 @triton.jit(do_not_specialize=["most", "numbers"])
 def _mean(near, limits, out, read, most, GROUPS: tl.constexpr, numbers):
-    """Add up the counts of one sequence in `near`, of which it has so many `numbers`, divide them
-    by the number of its heads, and write the result to `out`, from 1 to the sequence's entry in
-    `limits`, or to `most`. If `read` is given, add the result to its entry there."""
+    """Add up the `numbers` counts of one sequence in `near`, and divide the sum by the number of
+    its heads. Write the result to `out`, limited from 1 to the sequence's entry in `limits`, or to
+    `most`. If `read` is given, add the result to its entry there."""
     this = program_at(0)
     total = tl.zeros([_BLOCK], tl.int32)
     for start in range(0, numbers, _BLOCK):

@@ -1,8 +1,9 @@
-"""Computes attention over codes, and decodes rows of them.
+"""Computes attention over codes, and decodes rows of them. Each byte is read once.
 
-Each byte is read once. Its codes become fp16 numbers, which hold them exactly: the bits of a code
-behind those of 1024 are 1024 + code. The codes of a plane, which have the same place in their
-bytes, are neighbouring channels, and their product with a query is a sum of products of planes."""
+Codes become fp16 numbers, which hold them exactly: if the lowest bits of the fp16 number 1024 are
+replaced by a code, the result is 1024 + code. A plane is the set of codes that have the same place
+in their bytes. The codes of a plane are neighbouring channels, so the product with a query is a sum
+of products of planes."""
 
 from __future__ import annotations
 
@@ -192,8 +193,9 @@ def _tokens_of_a_tile(coded: Steps, dtype: torch.dtype) -> int:
 
 
 def _cut(coded: Steps, tile: int) -> tuple[int, int]:
-    """Return how many pieces the tokens of a KV head are cut into at most, in the longest sequence
-    and in any, so that the pieces of one sequence fill the device once."""
+    """Return two numbers of pieces into which the tokens of a KV head are cut: the most in the
+    longest of these sequences, and the most in any sequence. The pieces of one sequence fill the
+    device once."""
     registers = 128 if coded.kind[1] in (0, 4) else 160
     most = max(1, places(32_768, registers, _THREADS // 32) // coded.k.shape[1])
     return min(max(1, triton.cdiv(coded.k.shape[2], tile)), most), most

@@ -90,13 +90,14 @@ def read_parts(
     q: Tensor, segments: Sequence[Segment], scale: float, packed: bool = False, more: int = 0
 ) -> tuple[Tensor, Tensor, list[int]]:
     """Attend from queries q [B H 1 D] to parts of the segments, each under a softmax of its own.
-    Return the results for each part, [B*H parts D] and their log-sum-exps [B*H parts] in fp32, and
-    the number of the first part of each segment, followed by the number of parts. An empty part
-    has a log-sum-exp of minus infinity, and its result is not written. Behind these parts there is
-    room for `more`, which the caller writes.
 
-    If `packed`, the empty parts come last, and parts of a later segment may have the numbers of
-    those of an earlier one: so the order in which parts are merged depends on no other sequence."""
+    Return three things: the results for each part, [B*H parts D] in fp32; their log-sum-exps [B*H
+    parts] in fp32; and the number of the first part of each segment, followed by the number of
+    parts. An empty part has a log-sum-exp of minus infinity, and its result is not written. After
+    all parts the tensors have room for `more`, which the caller writes.
+
+    If `packed`, the empty parts come last, and parts of a later segment take the numbers that this
+    leaves free. So the order in which parts are merged does not depend on other sequences."""
     batch, heads, _, dim = q.shape
     q = q.contiguous()
     there = [segment for segment in segments if segment.k.shape[2] and segment.lists[1]]

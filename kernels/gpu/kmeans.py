@@ -1,10 +1,10 @@
-"""Runs k-means on many problems at once: two kernels per Lloyd round, with sums in a fixed order, so that
-runs repeat exactly.
+"""Runs k-means on many problems at once: two kernels per Lloyd round, with sums in a fixed order,
+so that runs repeat exactly.
 
-A round reads each point once, where it lies and in its own dtype. Centroids are fp32 numbers; for points
-of 16 bits they are held as three parts of 16 bits, whose products with a point are exact. Whether the
-centroids still move stays on the device: after the last round that is needed, the kernels of the others
-return at once, and the host never waits."""
+A round reads each point once, where it lies and in its own dtype. Centroids are fp32 numbers. For
+points of 16 bits they are held as three parts of 16 bits, whose products with a point are exact.
+Whether the centroids still move stays on the device: the kernels of all rounds are launched, and
+after the last round that is needed they return at once. So the host never waits."""
 
 from __future__ import annotations
 

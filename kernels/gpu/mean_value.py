@@ -83,11 +83,11 @@ def _mix(
     vg: tl.int64, GROUPS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Mix some channels of one group's query heads. `outs` and `lses` hold attention and its
-    log-sum-exp over each of the `parts` of the tokens that are read, for HEADS queries and as many
-    approximate ones of each group; the parts from `first` up to `end` were chosen of more tokens,
-    and `middle` has the log-sum-exps of `blocks` blocks of all these. `counts` says how many values
-    there are."""
+    """Mix the mean of all values into some channels of one group's query heads. `outs` and `lses`
+    hold attention and its log-sum-exp over each of the `parts` of the tokens that are read, for
+    HEADS queries and as many approximate ones of each group. The parts from `first` up to `end` are
+    of tokens that were chosen among more, and `middle` has the log-sum-exps of `blocks` blocks of
+    all those. `counts` says how many values there are."""
     this = program_at(0)
     channel = tl.program_id(1) * _CHANNELS + tl.arange(0, _CHANNELS)
     sequence = this // GROUPS

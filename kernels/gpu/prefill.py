@@ -149,10 +149,10 @@ def _rows_at_once(q: Tensor) -> int:
 
 
 def _folded(q: Tensor, k: Tensor) -> tuple[int, int]:
-    """Return how many rows of queries a program takes at once, and, where these are the queries of
-    all query heads of a KV head, as what power of two the queries of one of them count. Keys are
-    then read once for the group. Else the second number is 0, and the rows are of one query
-    head."""
+    """Return how many rows of queries a program takes at once, and a power of two. If this is 0,
+    the rows are of one query head. Otherwise they are the queries of all query heads of a KV head,
+    so that keys are read once for the group, and the power of two says how many rows each query
+    head gets."""
     fold = padded(q.shape[2], 1)
     rows = padded(fold * padded(q.shape[1] // k.shape[1], 1))
     most = 128 if q.element_size() == 2 and q.shape[3] <= 128 else 64
@@ -213,9 +213,10 @@ def _run_columns(
 def _queries_of(
     this, start, new, SHARE: tl.constexpr, ROWS: tl.constexpr, FOLD: tl.constexpr
 ):  # fmt: skip
-    """Return of ROWS rows of queries the query head, counted through the sequences, its place among
-    the head's queries, and whether there is such a query. They are those from `start` on of query
-    head `this`; with FOLD all queries of the query heads of KV head `this`, FOLD rows for each."""
+    """Return, for each of ROWS rows of queries, its query head (counted through the sequences), its
+    place among the head's queries, and whether there is such a query. Without FOLD the rows are the
+    queries of query head `this` from `start` on. With FOLD they are all queries of the query heads
+    of KV head `this`, FOLD rows for each."""
     row = start + tl.arange(0, ROWS)
     if FOLD:
         head, place = row // FOLD, row % FOLD
