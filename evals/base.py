@@ -208,8 +208,8 @@ class Task(ABC):
 
     @property
     def fills(self) -> int | None:
-        """Return how many tokens the conversations are made to exceed, for tasks that test what
-        happens when a conversation outgrows the window (the run's `overflow.window`); None for
+        """Return the number of tokens that conversations are made to exceed, for a task that tests
+        what happens when a conversation outgrows the window (the run's `overflow.window`); None for
         other tasks."""
         return None
 
@@ -249,8 +249,9 @@ class Task(ABC):
         return {}
 
     def _refuse_below(self, says: str, **least: int) -> None:
-        """Raise `TaskError` if a parameter is smaller than its least value, which the keywords name;
-        null is any value. `says`: what the message says of it, with {} for the least value."""
+        """Raise `TaskError` if a parameter is smaller than its least value. Keywords name the
+        parameters with their least values; a parameter that is null passes. `says`: what the
+        message says of the value, with {} for the least value."""
         for name, low in least.items():
             if (value := getattr(self, name)) is not None and value < low:
                 raise TaskError(f"task.{name}={value} {says.format(low)}")
@@ -274,8 +275,9 @@ def each_once(names: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def by_part(groups: Mapping[str, float], part: int) -> dict[str, list[float]]:
-    """Collect the scores of the groups "first/second" that share a part, 0 or 1, in order of
-    appearance; a group without a second part shares none.
+    """Collect the scores of groups whose names, "first/second", have a part in common: the first
+    (0) or the second (1). Parts come in order of appearance; a group without a second part is left
+    out.
 
     >>> by_part({"vt/4096": 1.0, "cwe/4096": 0.5, "vt/8192": 0.25}, 1)
     {'4096': [1.0, 0.5], '8192': [0.25]}

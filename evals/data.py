@@ -328,8 +328,8 @@ def _is_blank(file: str) -> bool:
 
 
 def _files_that_were_read(error: BaseException | None) -> list[str]:
-    """Return the file at which a reader of `datasets`, each of which calls it `file`, has stopped; or
-    else all local ones that it was asked for."""
+    """Return the file at which a reader of `datasets` has stopped, which each of these readers
+    calls `file`. If none is found, return all local files that it was asked for."""
     asked = list[str]()
     while error is not None:
         for frame, _ in walk_tb(error.__traceback__):
@@ -409,8 +409,8 @@ def misfit(value: Any, shape: Shape, field: str = "") -> str | None:
 
 
 def _kind(value: Any, shape: Shape) -> tuple[str, bool]:
-    """Return what the value itself should be, in words and without its parts, and whether it is
-    that."""
+    """Return what the value itself should be, in words and without its parts, and whether the value
+    is that."""
     if isinstance(shape, str):
         return shape, any(KINDS[kind](value) for kind in shape.split(" or "))
     if isinstance(shape, dict):

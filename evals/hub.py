@@ -16,8 +16,8 @@ PROBE_S = 3.0  # without it the client retries for 15 to 23 s before it gives up
 
 
 class HubError(ValueError):
-    """Report that a file cannot be fetched from the hub. The message is half a sentence, which the
-    caller completes."""
+    """Report that a file cannot be fetched from the hub. The message is a part of a sentence, which
+    the caller completes."""
 
 
 def fetch(repo: str, file: str, revision: str) -> tuple[Path, str]:

@@ -251,9 +251,9 @@ def _leaf(name: str, task: Any, num_fewshot: int | None) -> Leaf:
 
 
 def _split(text: str, asked: object, prefix: str) -> tuple[str, str, str]:
-    """Split a prompt into context, question and the answer's first words, `prefix`. Where few shots
-    or a description precede the document's own text, `asked`, these are the context and that is the
-    question; otherwise all is context."""
+    """Split a prompt into context, question and `prefix`, the first words of the answer. If few
+    shots or a description precede the document's own text, `asked`, they are the context and
+    `asked` is the question; otherwise all is context."""
     prefix = prefix if text.endswith(prefix) else ""
     body = text.removesuffix(prefix)
     if isinstance(asked, str) and asked and len(body) > len(asked) and body.endswith(asked):
@@ -328,8 +328,9 @@ def _references(leaf: Leaf, number: int, doc: Any) -> tuple[str, ...]:
 
 
 def _fields(leaf: Leaf, template: Any) -> Mapping[str, bool]:
-    """Return the fields of a document that a template of lm-eval (Jinja, or a field's name) fills in,
-    each with whether it is written under no condition and without a default."""
+    """Return the fields of a document that a template of lm-eval (Jinja, or a field's name) fills
+    in. For each, say whether the template always writes it: under no condition and without a
+    default."""
     if not isinstance(template, str):
         return {}
     return {template: True} if template in leaf.task.features else _variables(template)

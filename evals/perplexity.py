@@ -128,8 +128,8 @@ def perplexity(details: Mapping[str, float] | None) -> dict[str, float]:
 
 
 def _text(content: Content) -> str:
-    """Return the text of WikiText-2 as its raw file has it, also where it comes as the hub's rows,
-    one a line, in which blank lines are empty."""
+    """Return the text of WikiText-2 as its raw file has it. The hub has it as rows, one for each
+    line, in which blank lines are empty."""
     if not content.origin.endswith(".parquet"):
         return text_of(content.data, f"wikitext2/test: {content.origin}")
     return "".join(

@@ -267,7 +267,8 @@ class Rows(Task):
         return answers
 
     def _listed(self, value: Any) -> Any:
-        """Return a value of a row, and for a cell of CSV that holds a list as JSON, that list."""
+        """Return a value of a row. If it is a cell of CSV that holds a list as JSON, return that
+        list."""
         if self._file.suffix == ".csv" and value and value.startswith("["):
             with suppress(ValueError):
                 return json.loads(value)

@@ -35,12 +35,12 @@ def drawn(
     scale: float = 1.0,
     turns: int | None = None,
 ) -> list[list[int]]:
-    """Draw sessions (conversations); return for each the tokens of its turns, question and answer
+    """Draw sessions (conversations). Return for each the tokens of its turns, question and answer
     together.
 
-    `correlation`: between the normal variables for the number of turns and for that of tokens, as
-    sessions with more turns have more tokens. `scale`: multiplies all tokens. `turns`: so many in
-    every session, instead of drawn numbers."""
+    `correlation`: a session's numbers of turns and of tokens are made from two normal variables
+    with this correlation, because sessions with more turns have more tokens. `scale`: all tokens
+    are multiplied by it. `turns`: every session has so many, instead of a drawn number."""
     first = rng.standard_normal(sessions)
     second = correlation * first + np.sqrt(1 - correlation**2) * rng.standard_normal(sessions)
     counts = _turns(norm.cdf(first)) if turns is None else np.full(sessions, turns)

@@ -284,8 +284,8 @@ class HeavyHitters(Observation):
 
 
 def mass_of_top(falling: Tensor, shares: Sequence[float]) -> dict[str, float]:
-    """Return what the largest weights hold together, for each share of the tokens. `falling` [N]:
-    weights that add up to 1, in falling order. Each share has at least one token."""
+    """Return, for each share of the tokens, the sum of so many of the largest weights. `falling`
+    [N]: weights that add up to 1, in falling order. Each share has at least one token."""
     counts = [max(1, int(share * len(falling))) for share in shares]
     tops = falling.double().cumsum(0)[[count - 1 for count in counts]]
     return {f"top_{share:g}": top for share, top in zip(shares, rounded(tops), strict=True)}

@@ -268,9 +268,9 @@ def fitting(
 
 
 def floor_s(decoding: Decoding, read_gb_s: float) -> float:
-    """Return the least seconds of a step: the time to read the weights, and the keys and values
-    that the sequences attend to, once at `read_gb_s`. Of a mixture of experts, those are read that
-    one token passes through."""
+    """Return the least seconds of a step: the time to read, at `read_gb_s`, the weights once and
+    the keys and values that the sequences attend to. In a mixture of experts, only the experts that
+    one token passes through are read."""
     model, specs = decoding.engine.model, decoding.engine.attachment.specs
     attended = sum(run.measured.get("attended_total") or 0.0 for run in decoding.last)
     rows = (

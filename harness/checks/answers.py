@@ -1,5 +1,6 @@
-"""Answers of the engine that must be the same: alone and in a running batch, with and without a likelihood between seal
-and answer, and to questions that share a sealed context or have it each for themselves."""
+"""Makes answers of the engine that must be the same in two ways: alone and in a running batch; with
+and without a likelihood between seal and answer; to questions that share a sealed context or have
+one each."""
 
 from __future__ import annotations
 

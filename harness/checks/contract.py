@@ -78,7 +78,8 @@ def covered(trial: Trial) -> None:
 
 
 def _why(trial: Trial) -> str:
-    """Return in words what is seen of stored rows when an answer under budget 1.0 is not Full's."""
+    """Say in words whether and how stored rows differ from those of Full, to explain why an answer
+    under budget 1.0 is not Full's."""
     stored = []
     for method in (trial.method, Full()):
         with Trial(method, trial.model, trial.length, trial.seed).attach(1.0) as kv:
@@ -107,8 +108,8 @@ def _turns(trial: Trial) -> list[Tensor]:
 
 
 def within_budget(trial: Trial) -> None:
-    """Check that no more of the prompt is read than the budget says, on average over the layers,
-    and that what a layer says that it read it read."""
+    """Check that steps read no more of the prompt than the budget says, on average over the layers,
+    and that a layer has read what it says it has read."""
     least = max(trial.method.smallest_budget, 24)
     for length, budget in (
         (trial.length, BUDGET),
@@ -122,8 +123,8 @@ def within_budget(trial: Trial) -> None:
 
 
 def _hold_to_budget(method: Method, cache: KVCache, steps: Sequence[Step], prompt: str) -> None:
-    """Raise `Broken` if the steps of a turn have read more than the budget, or something else than
-    they say. `prompt`: it in words."""
+    """Raise `Broken` if the steps of a turn have read more than the budget, or not what they say
+    they have read. `prompt`: words for the turn's prompt."""
     length, counted = cache.sealed_tokens, ability(method, CountedAnswer)
     asked = _asked(cache, length)
     for count, step in enumerate(steps, 1):

@@ -1,2 +1,3 @@
-"""What a user types: one file per command, its work in the other rooms. `run` is `python -m harness` with no command's
-name after it. The commands serve and bench are rooms of their own, with a `__main__.py`."""
+"""Holds what a user types: one file per command, which calls the other folders of the harness for
+the work. `run` is `python -m harness` without the name of a command. The commands serve and bench
+are folders of their own, with a `__main__.py`."""

@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def written(kind: str, name: str, package: str) -> dict[Path, str]:
-    """Return the files of a new method, by their paths. Raise `ConfigError` for a name that cannot
-    be one, or that something else has."""
+    """Return the files of a new method, by their paths. Raise `ConfigError` for a name that no
+    module can have, or that is taken."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or iskeyword(name):
         raise ConfigError(
             f"{name!r} cannot name a method: write small letters, digits and _, as in my_method."

@@ -1,1 +1,2 @@
-"""From the words of a command line to checked settings and plug-ins; what can be named, and what an error says."""
+"""Turns the words of a command line into checked settings and plug-ins, lists what can be named,
+and puts errors into words."""

@@ -48,17 +48,17 @@ SENTENCE_END = re.compile(r"(?<=[.?]) (?=[A-Z])")
 
 
 class ConfigError(ValueError):
-    """The yaml files cannot be used as they are; the message names file and line."""
+    """Report that the yaml files cannot be used as they are; the message names file and line."""
 
 
 class NameTaken(ConfigError):
-    """Two folders have a yaml file of the same name in the same group (method, task, model,
-    experiment)."""
+    """Report that two folders have a yaml file of the same name in the same group (method, task,
+    model, experiment)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A yaml file that describes a method, a task or a model."""
+    """Describe a yaml file that defines a method, a task or a model."""
 
     name: str
     file: Path
@@ -70,9 +70,9 @@ class Entry:
 
     def called(self) -> tuple[str, list[str]]:
         """Return the name that papers print, such as SnapKV, and `key=value` of the parameters that
-        set a preset apart from what has that name alone. The name is that of a line `name` of the
-        card, or the words before the colon of the first sentence, or the file's; a preset without
-        such a line has the name of its base."""
+        tell a preset from the yaml file with just that name. The name is that of a line `name` of
+        the card, or else the words before the colon of the first sentence, or else the file's name.
+        A preset without a line `name` has the name of its base."""
         if written := facts_in(leading_comment(self.file), ("name",)):
             return written["name"], []
         if self.base is None:
@@ -305,8 +305,8 @@ IN_ONE = ("template_kwargs",)  # settings whose value is a mapping of the user's
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> Flat:
-    """Return nested values with dotted keys: {"a": {"b": 1}} -> {"a.b": 1}; lists and the settings of IN_ONE stay as
-    they are."""
+    """Return nested values with dotted keys, as {"a.b": 1} for {"a": {"b": 1}}. Lists and the
+    settings of IN_ONE stay as they are."""
     flat: Flat = {}
     for key, value in nested.items():
         parts = isinstance(value, Mapping) and key not in IN_ONE

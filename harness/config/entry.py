@@ -36,8 +36,8 @@ Named = Literal["never", "among_namesakes", "if_unusual", "always"]
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """Describe a setting. All but `meaning`, `section` and `neutral` have a default that suits most
-    settings."""
+    """Describe a setting. `meaning`, `section` and `neutral` are for each setting to say; the other
+    fields have defaults that suit most settings."""
 
     meaning: str  # as `--help` shows it
     # one of SECTIONS; empty for a setting in a group, which has that of the group

@@ -182,8 +182,9 @@ def is_memory(error: BaseException) -> bool:
 
 
 def breaks_device(error: BaseException) -> bool:
-    """Return True for an error of CUDA, such as a device-side assert or an illegal access, after
-    which no call of this process succeeds on the device. Running out of memory is none."""
+    """Return True for an error of CUDA after which no call of this process succeeds on the device,
+    such as a device-side assert or an illegal access. Running out of memory is not such an
+    error."""
     # Triton words them in its own way
     signs = ("CUDA error", "illegal memory access", "device-side assert")
     is_cudas = type(error).__name__ == "AcceleratorError" or any(

@@ -28,7 +28,8 @@ SEQUENCES = (list, tuple, Sequence)
 
 
 class PluginError(ValueError):
-    """A method, task or model cannot be built from its configuration; the message says what to change."""
+    """Report that a method, task or model cannot be built from its configuration; the message says
+    what to change."""
 
 
 def build(config: Mapping[str, Any], kind: str) -> Any:

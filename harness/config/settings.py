@@ -102,8 +102,8 @@ class CommonWindows:
 
 @dataclass
 class StoreSettings:
-    """The store of conversations between turns (history=store): the size of each tier, where 0
-    bytes means that it is not used, and the rules for what leaves it."""
+    """Describe the store of conversations between turns (history=store): the size of each tier,
+    where 0 bytes means that it is not used, and the rules for what leaves it."""
 
     host: int | str = setting("8GB", "in host memory")
     disk: int | str = setting(0, "in files")
@@ -638,8 +638,8 @@ def unknown_setting(key: str) -> str:
 
 
 def in_todays_words(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a recorded run in today's words: older runs have the bytes of a
-    budget in `budget_bytes`, and what other budgets make equal in `align`."""
+    """Return the configuration of a recorded run with the keys of today. Older runs have the bytes
+    of a budget in `budget_bytes`, and in `align` what budgets make equal instead of tokens."""
     known = dict(config)
     most_bytes, aligned = known.pop("budget_bytes", None), known.pop("align", "tokens")
     if most_bytes is not None:

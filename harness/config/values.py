@@ -29,13 +29,14 @@ _hints = cache(get_type_hints)
 
 
 class SettingsError(ValueError):
-    """A setting has a value that it cannot have. The message names the setting and the remedy."""
+    """Report that a setting has a value that it cannot have. The message names the setting and the
+    remedy."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """The range of a number: `least` and `most` are inside, `above` and `below` outside. `hint`
-    says in words what an end means."""
+    """Give the range of a number: `least` and `most` are inside, `above` and `below` outside.
+    `hint` says in words what an end means."""
 
     least: float | None = None
     above: float | None = None

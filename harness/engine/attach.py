@@ -114,8 +114,8 @@ class Attachment:
 
     @cached_property
     def weights(self) -> str:
-        """Return a hash of the model's weights, all of which are read for it, and of how its layers
-        rotate and scale, which may be replaced in place as well (`checksum`)."""
+        """Return a hash of the model's weights, which are all read for it, and of how its layers
+        rotate and scale; either may be replaced in place (`checksum`)."""
         ropes: list[Any] = [spec.rope for spec in self.model_specs]
         near_and_far = torch.tensor([1, 1000])
         return checksum(
@@ -247,10 +247,10 @@ class Attachment:
         return cache
 
     def warn(self) -> None:
-        """Warn if a cache that was handed out saw only prompt tokens: the method leaves tokens out
+        """Warn if a cache that was handed out saw only prompt tokens. The method leaves tokens out
         only once the prompt has ended (`seal`), so such a cache computed full attention, and a
-        score from it is not the method's. Warn, too, if the method did something else than its rule
-        in some of them, for example because a prompt is too short for it."""
+        score from it is not the method's. Warn as well if the method did not follow its rule in
+        some caches, for example because a prompt is too short for it."""
         name = type(self.method).__name__
         tokens = max((usage.tokens for usage in self._handed_out if not usage.sealed), default=0)
         budget = self.budget
@@ -294,11 +294,11 @@ class Attachment:
 
 @contextmanager
 def attached(model: PreTrainedModel, method: Method, **options: Any) -> Iterator[Attachment]:
-    """Attach `method` to `model` for the length of the block: every call of this model, also by
+    """Attach `method` to `model` for the length of the block. Every call of this model, also by
     `model.generate`, then computes attention by the method, on a KV cache of this project and
-    without gradients. The model's weights do not change, and its own attention returns on leaving
-    the block, whatever happens. The `Attachment` that it yields makes such caches and is what
-    `Engine` runs. `options`: keywords as budget=0.2; `AttachOptions` explains them."""
+    without gradients. The model's weights do not change, and its own attention returns at the end
+    of the block, whatever happens. The block gets the `Attachment`, which makes such caches and is
+    what `Engine` runs. `options`: keywords such as budget=0.2; `AttachOptions` explains them."""
     attachment = Attachment(model, method, AttachOptions(**options))
     with (
         routed(model, LoopCalls(attachment.cache_of_call, attachment.check_model)),

@@ -44,8 +44,8 @@ class AttachOptions:
     abilities: tuple[Ability, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for an unknown placement, a number that is none, a codec that is no
-        `Codec`, or a `disk` that is no folder."""
+        """Raise `ValueError` for an unknown placement, for a value that should be a number, a codec
+        or a folder (`disk`) and is none, or for a number out of range."""
         if self.capacity is not None:
             refuse_number("capacity", self.capacity, least=1)
         if self.placement not in TIERS:
@@ -66,6 +66,6 @@ class AttachOptions:
 
 
 def refuse_number(key: str, number: object, *, least: int) -> None:
-    """Raise `ValueError` if `number` is no whole number from `least` on. `key` names it."""
+    """Raise `ValueError` unless `number` is a whole number, `least` or more. `key` names it."""
     if not isinstance(number, int) or isinstance(number, bool) or number < least:
         raise ValueError(f"{key}={number!r} should be a whole number, at least {least}.")

@@ -37,13 +37,14 @@ class RoomError(ValueError):
 
 
 class BeforeSeal(Protocol):
-    """Define what a cache is given that does something when its first prompt is complete."""
+    """Define something that a cache calls when its first prompt is complete, before it is
+    sealed."""
 
     def note(self, ids: Tensor) -> None:
         """Take note of token ids [B T] of the prompt, which are fed next."""
 
     def __call__(self, cache: KVCache) -> None:
-        """Do it, with all layers of `cache` still open."""
+        """Act on `cache`, whose prompt is complete; all its layers are still open."""
 
 
 class FedText:
@@ -66,7 +67,8 @@ class FedText:
         self.prompt_tokens, self.parts = ids.shape[1], [ids]
 
     def take(self, other: FedText) -> None:
-        """Take over the text up to the answer of another cache, in whose place this one's comes."""
+        """Take over what another cache knows of the text up to the answer, because this cache
+        replaces that one."""
         self.prompt_tokens, self.parts = other.prompt_tokens, list(other.parts)
 
     def followed_by(self, tokens: int, ids: Tensor) -> Tensor:
@@ -183,7 +185,7 @@ class KVCache(Cache):
         self.layers[layer].restore(self._awaited.pop(layer)(layer))
 
     def begin(self, ids: Tensor | None = None) -> None:
-        """Prepare for a forward of the model, of which no token has arrived yet. `ids` [B T]: its
+        """Prepare for a forward of the model before its first token arrives. `ids` [B T]: its
         tokens, if they are known."""
         self._arriving = 0
         if ids is not None and self.before_seal is not None:
@@ -214,8 +216,8 @@ class KVCache(Cache):
         return [self.note_length(self.num_tokens + arriving)]
 
     def note_length(self, tokens: int) -> int:
-        """Return the length of the text by which the next forward is rotated, whose last token is
-        number `tokens`: the whole prompt, or the tokens so far where they are more. It is noted for
+        """Return the length of the text by which the next forward is rotated: that of the whole
+        prompt, or the number of tokens so far, `tokens`, if they are more. It is noted for
         `fits`."""
         length = max(self.fed.prompt_tokens, tokens)
         if self.rotary is not None:
@@ -252,8 +254,8 @@ class KVCache(Cache):
 
     @property
     def fallback(self) -> str | None:
-        """Return what a layer did at the last seal instead of its method's rule, and why; None
-        where none did."""
+        """Return what a layer did at the last seal instead of its method's rule, and why; None if
+        every layer followed the rule."""
         return next((layer.fallback for layer in self.method_layers if layer.fallback), None)
 
     @property
@@ -318,8 +320,8 @@ class KVCache(Cache):
 
     @staticmethod
     def refuse_prompt(tokens: int) -> None:
-        """Raise `UnsupportedError` if a forward brings another number of `tokens` than one to a
-        sealed cache, which takes decode steps alone."""
+        """Raise `UnsupportedError` if a forward brings a number of `tokens` other than one to a
+        sealed cache, which takes only decode steps."""
         if tokens != 1:
             raise UnsupportedError(
                 f"{tokens} tokens at once after the prompt was sealed: feed one at a time, or call "

@@ -45,7 +45,7 @@ def copied_into(fresh: Any, cache: Any, memo: dict[int, Any]) -> None:
 
 
 def _share(value: Any, memo: dict[int, Any], visited: set[int]) -> None:
-    """Note in `memo` what is reachable from `value` and belongs to no cache alone."""
+    """Note in `memo` whatever is reachable from `value` and does not belong to one cache only."""
     if isinstance(value, _SHARED):
         memo[id(value)] = value
     elif not isinstance(value, (*PLAIN, Tensor)) and id(value) not in visited:

@@ -187,11 +187,12 @@ class Fidelity:
 
 
 def _of_the_prompt(weights: Tensor, read: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return, for each head, recall and mass of the prompt tokens that a step read. With k the
-    number of tokens read, recall is the share of the k tokens with the largest weights that is
-    among them; mass is the sum of the weights of the tokens read. weights [B G|H N]: exact
-    attention weights of the prompt's tokens; read [B G|H K]: positions of the tokens read, -1 for
-    none, or None if all were read. -> [B G|H] each"""
+    """Return, for each head, recall and mass of the prompt tokens that a step read. Recall: of the
+    k tokens with the largest weights, where k is the number of tokens read, the share that was
+    read. Mass: the sum of the weights of the tokens read.
+
+    weights [B G|H N]: exact attention weights of the prompt's tokens; read [B G|H K]: positions of
+    the tokens read, -1 for none, or None if all were read. -> [B G|H] each"""
     if read is None:
         return torch.ones_like(weights[..., 0]), weights.sum(-1)
     is_read = _marked(read, weights)

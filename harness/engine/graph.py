@@ -46,7 +46,7 @@ class StepCapture(Protocol):
         tensor that will hold its result."""
 
     def drop(self, replay: Callable[[], Any]) -> None:
-        """Free a captured step; it is not replayed again."""
+        """Free a captured step, which must not be replayed again."""
 
 
 class CaptureBroke(RuntimeError):
@@ -83,8 +83,8 @@ class CudaGraphs:
         replay.__self__.reset()
 
     def _captured(self, step: Callable[[], Tensor]) -> tuple[Any, Tensor]:
-        """Capture `step`, but not by `torch.cuda.graph`, which empties the caches of device and
-        pinned host memory each time."""
+        """Capture `step` without `torch.cuda.graph`, which empties the caches of device memory and
+        of pinned host memory each time."""
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         torch.cuda.synchronize()
         try:

@@ -246,7 +246,8 @@ def channel_pairing(model: PreTrainedModel) -> Pairing:
 
 
 def forget_trial(model: PreTrainedModel) -> None:
-    """Have a model whose class is not listed tried again, whose weights may have changed since."""
+    """Forget what a trial has found of a model whose class is not listed, because its weights may
+    have changed; it will be tried again."""
     for module in attention_modules(model):
         _TRIED.pop(module, None)
 

@@ -31,7 +31,7 @@ class LoopUsage:
     fallback: str | None = None  # what the method did instead of its rule in some turn, and why
 
     def __deepcopy__(self, memo: object) -> LoopUsage:
-        """Return this record, which a cache shares with its copies: they go on where it stays."""
+        """Return this record itself, so that a cache and its copies share it."""
         return self
 
 
@@ -250,8 +250,8 @@ class PaddedCache(LoopCache):
             self._slots.begin()
 
     def _part(self) -> None:
-        """Bring the caches of all rows up to date and give up their joint cache, so that each goes
-        on by itself until the rows take a step together again."""
+        """Bring the caches of all rows up to date and drop their joint cache. Each row then goes on
+        by itself until the rows take a step together again."""
         self._catch_up()
         self._slots = None
 

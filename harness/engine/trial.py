@@ -67,9 +67,9 @@ def unsupported(model: Any, reason: ProbeError) -> UnsupportedError:
 
 @torch.no_grad()
 def _looks_ahead(rotary: Any, places: Sequence[int]) -> bool:
-    """Return True if a rotary module turns the second of `places` otherwise when it is asked for all of
-    them at once, apart from what transformers' decorator of its forward does, which the engine
-    knows (harness/engine/rotation.py)."""
+    """Return True if a rotary module gives the second of `places` another rotation when it is asked
+    for all places at once. What transformers' decorator of its forward does is left out, because
+    the engine knows that (harness/engine/rotation.py)."""
     plain, device = unwrap(type(rotary).forward), next(rotary.buffers(), torch.empty(0)).device
     like, asked = torch.empty(0, device=device), torch.tensor([places], device=device)
     for kind in getattr(rotary, "layer_types", None) or [None]:

@@ -15,9 +15,9 @@ PIECE = 256  # bytes whose sum is weighted together
 
 
 def parts(model: nn.Module) -> list[Any]:
-    """Return which objects hold the model's weights, where and in which dtype, and which adapters
-    are on. Lists that are equal say that none was replaced, converted or moved; their contents are
-    not read."""
+    """Return which objects hold the model's weights, where they lie and in which dtype, and which
+    adapters are on. If two such lists are equal, no weight was replaced, converted or moved in
+    between; the contents are not read."""
     found: list[Any] = []
     for name, module in model.named_modules():
         own = [x for x in module._parameters.values() if x is not None]

@@ -1,1 +1,2 @@
-"""A run from its settings to its folder: prompts prepared, memory asked for, generations made and recorded."""
+"""Takes a run from its settings to its folder: prepares prompts, checks memory, generates answers
+and records them."""

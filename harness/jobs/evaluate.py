@@ -320,9 +320,10 @@ def _run_alone(run: _OpenRun, pending: Sequence[PreparedExample]) -> Iterator[Re
 def _share_prefills(
     runs: Sequence[_OpenRun], pending: Sequence[PreparedExample]
 ) -> Iterator[Record | LeftOut]:
-    """Run `pending` for several runs under `shared_prefill=true`, and yield one record per example,
-    of whichever run. Each context is prefilled once for all runs that lack an example on it; then
-    the runs answer one after the other, and each run's caches are dropped when it has answered."""
+    """Run `pending` for several runs under `shared_prefill=true`, and yield the records of all
+    runs' examples as they come. Each context is prefilled once for all runs that lack an example on
+    it; then the runs answer one after the other, and each run's caches are dropped when it has
+    answered."""
     started = [run for run in runs if not run.failed]
     if not started:
         return

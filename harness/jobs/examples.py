@@ -196,8 +196,8 @@ def room(items: Sequence[PreparedExample]) -> int:
 
 
 class LintError(ValueError):
-    """A prompt is not what the user believes, so that its results would mislead (cut off, empty,
-    ...)."""
+    """Report that a prompt is not what the user believes (cut off, empty, ...), so that its results
+    would mislead."""
 
 
 class Prompts(NamedTuple):
@@ -241,7 +241,7 @@ def prompts_of(task: Task, source: ModelSource, settings: Settings) -> Prompts:
 
 
 def _told_apart(task: Task, env: TaskEnv) -> Iterator[Example]:
-    """Yield the examples of `task`. Raise `SettingsError` for the second of two with one id."""
+    """Yield the examples of `task`. Raise `SettingsError` if two have the same id."""
     places = dict[str, int]()
     for place, example in enumerate(task.examples(env), start=1):
         if (first := places.setdefault(example.id, place)) != place:
@@ -338,8 +338,9 @@ def itemised(
 
 
 def _samples(item: PreparedExample, count: int) -> Iterator[PreparedExample]:
-    """Yield the example `count` times, each time under an id of its own, from which its seed is made. Statistics
-    count them as one. An example whose answer is fed is yielded once, as it is."""
+    """Yield the example `count` times. Each copy has an id of its own, from which its seed is made;
+    statistics count all copies as one example. An example whose answer is fed is yielded once, as
+    it is."""
     if count == 1 or item.given:
         yield item
         return
@@ -355,10 +356,10 @@ def _samples(item: PreparedExample, count: int) -> Iterator[PreparedExample]:
 
 
 def _fitted(item: PreparedExample, make: Make, side: str, window: int) -> PreparedExample | None:
-    """Return the example with its context cut on `side`, or context and question together where the
-    context is too short and the task says that the question is long, so that it fits the window;
-    None for too_long=skip, and if nothing is left. A text that was cut may have other tokens at the
-    seam than were counted, so it is cut until it fits."""
+    """Return the example with its context cut on `side` so that it fits the window. If the context
+    is too short for that, and the task says that the question is long, context and question are cut
+    together. Return None under too_long=skip, and if nothing would be left. A cut text may have
+    other tokens at the seam than were counted, so it is cut until it fits."""
     question = False
     while side != "skip" and item.needed > window:
         before = item.prompt.cut.tokens if item.prompt.cut else 0
@@ -399,8 +400,8 @@ def _item(
     because: str,
     cut: Cut | None = None,
 ) -> PreparedExample:
-    """Turn an example into token ids, turn by turn, and check each turn's prompt. What earlier
-    turns take of the model's window is not there for later ones, unless `overflow.window` drops old
+    """Turn an example into token ids, turn by turn, and check each turn's prompt. Tokens of earlier
+    turns take room in the model's window from later ones, unless `overflow.window` drops old
     tokens. `cut`: what leaves the first turn's context."""
     items: list[PreparedExample] = []
     most = settings.overflow.window

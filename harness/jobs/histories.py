@@ -1,9 +1,10 @@
-"""Finds whoever keeps the caches of a run's conversations between their turns.
+"""Finds the part of the harness that keeps the caches of a run's conversations between their turns.
 
-CachedAttention (harness/cachedattention/) keeps them. It is found by its name, as methods and tasks are, so nothing
-here depends on how it works. Its `Histories` (turns/opening.py) begin a conversation with `talk`, a `Conversation`
-(turns/conversation.py): `ask`, then `begin` with a filled cache or `resume` and `compute`, decode, `answered`, `save`.
-An example of one turn is one, too."""
+CachedAttention (harness/cachedattention/) keeps them. It is found by its name, as methods and tasks
+are, so nothing here depends on how it works. Its `Histories` (turns/opening.py) begin a
+conversation with `talk`, which returns a `Conversation` (turns/conversation.py). Each turn calls
+`ask`, then `begin` with a filled cache or `resume` and `compute`, decodes, and then calls
+`answered` and `save`. An example of one turn is a conversation as well."""
 
 from __future__ import annotations
 

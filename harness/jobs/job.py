@@ -173,8 +173,8 @@ class Job:
         refuse(self.need(beside), self.settings, self.free)
 
     def require_known(self) -> None:
-        """Raise `ValueError` if the method must know of the model what cannot be found out: by its weights, where
-        its class is not listed."""
+        """Raise `ValueError` if the method must know something of the model that cannot be found
+        out. For a model class that is not listed, the loaded weights are needed to find it out."""
         if (
             not self.method.needs
             or self.model.describe().architecture in ARCHITECTURES

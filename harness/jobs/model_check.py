@@ -1,11 +1,12 @@
 """Compares a model that is not in ARCHITECTURES with transformers' own loop, `model.generate`.
 
-What its attention does is known to be what the engine computes (harness/models/probe.py). Its
-numbers are compared all the same, once for each revision, dtype and version, on the first tokens of
-the first prompt: Full, with the prompt in chunks, against `generate`. How much rounding explains is
-measured: a mixture of experts in 16 bits may send a token to other experts for one bit. What
-rounding in 16 bits would hide is seen by a copy in fp32, where memory has room for one. The result
-stays in the user's cache, so that later processes need not compute it again."""
+harness/models/probe.py has found that the engine computes what the model's attention does. The
+numbers are compared all the same, once for each revision, dtype and version: on the first tokens of
+the first prompt, Full, with the prompt in chunks, is held against `generate`. How much of a
+difference rounding explains is measured, because a mixture of experts in 16 bits may send a token
+to other experts for one bit. A copy in fp32, where memory has room for one, shows what rounding in
+16 bits would hide. The result stays in the user's cache, so that later processes need not compute
+it again."""
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ class ContextSession:
 
     @torch.inference_mode()
     def _before_the_answer(self, slot: RunningSequence, turn: PreparedExample) -> RunningSequence:
-        """Before the answer begins, measure the likelihood of the right answers, and keep a copy of
+        """Measure the likelihood of the right answers, before the answer begins, and keep a copy of
         the cache if the task dictates the reply (see `ended`). Return `slot`, the turn's sequence.
         The time of both is left out of the turn's measured times. An answer of one token ends
         before the seal, so neither is done for it."""

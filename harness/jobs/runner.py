@@ -85,8 +85,8 @@ class SideBySide:
         return True
 
     def free_memory(self, prefilled: dict[str, Prefilled]) -> None:
-        """After memory has run out, give back what no example uses now, with the caches `prefilled`
-        of those that wait; these will be prefilled again."""
+        """Give back, after memory has run out, what no example uses now, including the caches
+        `prefilled` of examples that wait; these will be prefilled again."""
         if self.short_of_memory:
             self.short_of_memory = False
             prefilled.clear()

@@ -104,8 +104,8 @@ def merged(
 
 
 def _form(model: PreTrainedModel) -> tuple[set[str], int]:
-    """Return the names of a model's weights, and how many there are: one that it has under two names
-    is one object."""
+    """Return the names of a model's weights, and the number of tensors that they name: a weight
+    under two names is one tensor."""
     weights = dict(model.named_parameters(remove_duplicate=False))
     return set(weights), len(set(map(id, weights.values())))
 

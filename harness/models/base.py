@@ -292,8 +292,8 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
 
 
 def is_listed(model: PreTrainedModel) -> bool:
-    """Return True if the class of a model is one of transformers' that is named in ARCHITECTURES,
-    and no subclass of it, and its config does not let tokens see later ones."""
+    """Return True if a model's own class, not only a base class of it, is one of transformers' that
+    ARCHITECTURES names, and its config does not let tokens see later ones."""
     kind, config = type(model), model.config
     causal = getattr(config, "is_causal", True) and not getattr(
         config, "use_bidirectional_attention", False
@@ -323,8 +323,8 @@ def no_window(name: str) -> ModelError:
 
 
 def _number(config: PreTrainedConfig, *names: str) -> int:
-    """Return the first of the numbers with these names that a config has: the largest one of a
-    list, which says it for each layer. 0 if it has none."""
+    """Return the value of the first of `names` that a config has; 0 if it has none. If the value is
+    a list with a number for each layer, return the largest."""
     for name in names:
         if (value := getattr(config, name, None)) is not None:
             return int(max(value) if isinstance(value, (list, tuple)) else value)
@@ -357,15 +357,15 @@ def sliding_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
 
 
 def trained_window(config: PreTrainedConfig) -> int | None:
-    """Return the longest text for which the model's rotation is made: the one to which it is
-    stretched, or else that of the published config. None if that does not say."""
+    """Return the longest text for which the model's rotation is made: that to which the rotation is
+    stretched, or else that of the published config. Return None if the config names none."""
     window = getattr(config, STRETCHED, None) or getattr(config, WINDOW, None)
     return window and int(window)
 
 
 def full_rotation(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the part of a config that says how layers rotate which see the whole text: its
-    `rope_parameters`, or those of that kind of layer where each kind has its own."""
+    """Return the part of a config that says how those layers rotate which see the whole text: its
+    `rope_parameters`, or the entry for that kind of layer if each kind has its own."""
     rope = getattr(config, "rope_parameters", None) or {}
     return rope.get(WHOLE, rope)
 
@@ -437,6 +437,6 @@ def load(
 
 
 def _key(model: ModelSource, dtype: str, device: str) -> _Key:
-    """Return the key of a loaded model. It holds the revision, because a local folder whose files
-    were changed is another model."""
+    """Return the key by which a loaded model is known. It contains the revision, because a local
+    folder whose files were changed is another model."""
     return model, model.identity().revision, dtype, device

@@ -102,7 +102,8 @@ def why_unusable() -> str:
 
 
 def note_devices(devices: set[torch.device]) -> None:
-    """Remember on which devices the model lies that is attached from now on, for clocks and peaks."""
+    """Remember the devices on which the model lies that is being attached, for clocks and peaks of
+    memory from now on."""
     _several[:] = sorted(devices, key=str) if len(devices) > 1 else ()
 
 

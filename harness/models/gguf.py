@@ -97,7 +97,8 @@ class GGUFSource(ModelSource):
         )
 
     def identified(self, own: Identity) -> Identity:
-        """Return the identity of the file's model with what is changed in it. `own`: without."""
+        """Return the identity of the file's model together with what is changed in it (rotation,
+        adapter). `own`: the identity without these changes."""
         adapter = adapters.checked(self.adapter) if self.adapter else None
         return adapters.identified(identified(own, self.rope), adapter)
 
@@ -320,7 +321,7 @@ def _unread(file: Path, what: str) -> ModelError:
 
 
 def _shortest(value: Any) -> Any:
-    """Return a number that the file stores in 32 bits as the shortest decimal that is stored so,
+    """Return a number that the file stores in 32 bits as the shortest decimal that has these bits,
     which is what was meant: 1e-05 and not 9.99999974e-06."""
     import numpy as np
 

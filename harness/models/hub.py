@@ -291,8 +291,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """Return what the config.json of a model of texts and images says of its text part, if that part
-    runs here; else return `config` as it is."""
+    """Return the config of the text part if `config` is of a model of texts and images whose text
+    part runs here; otherwise return `config` itself."""
     text = TEXT_PARTS.get((config.get("architectures") or ["?"])[0])
     if text is None:
         return config
@@ -356,8 +356,8 @@ def _check_class(config: Mapping[str, Any], name: str) -> None:
 
 
 def _check_one_base(config: Mapping[str, Any], rope: Mapping[str, Any], name: str) -> None:
-    """Raise `ModelError` if a config names two different bases of the rotation (`rope_theta`), of
-    which transformers would silently take one."""
+    """Raise `ModelError` if a config names two different bases of the rotation (`rope_theta`),
+    because transformers would take one of them without a word."""
     outer, whole = config.get("rope_theta"), rope.get(WHOLE)
     inner = (whole if isinstance(whole, Mapping) else rope).get("rope_theta")
     if None not in (outer, inner) and outer != inner:

@@ -59,7 +59,7 @@ class Call(NamedTuple):
 
 
 class _Cache:
-    """Stand in the place of the engine's cache: it returns what it is given and notes the layers."""
+    """Stand in for the engine's cache: it returns what it is given and notes the layers."""
 
     is_compileable = False
 

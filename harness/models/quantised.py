@@ -1,8 +1,10 @@
-"""Says how the weights of a quantised checkpoint are held: by which scheme, with which packages, in how many bytes.
+"""Says how the weights of a quantised checkpoint are held: by which scheme, with which packages, in
+how many bytes.
 
-MXFP4, FP8 and compressed-tensors are dequantised, the first two while they load: transformers' faster ways need the
-PyPI package `kernels`, which this project's folder of that name hides, and compressed-tensors has no faster way but
-for one kind of FP8. Everything else stays packed, in modules of the scheme's own package."""
+MXFP4, FP8 and compressed-tensors are dequantised, the first two while they load. The faster ways of
+transformers need the PyPI package `kernels`, which is hidden by this project's folder of that name;
+compressed-tensors has a faster way for one kind of FP8 only. Everything else stays packed, in
+modules of the scheme's own package."""
 
 from __future__ import annotations
 
@@ -172,9 +174,10 @@ def complete(model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtyp
 
 
 def check_scales(folder: Path, config: PreTrainedConfig) -> None:
-    """Raise `ModelError` if no weight is in FP8, or if weights in FP8 lack scales, or have them for
-    blocks of another size than config.json says: transformers takes the size from the number of
-    scales, which is wrong where the last block of a row or column is smaller than the others."""
+    """Raise `ModelError` if no weight is in FP8, if weights in FP8 lack scales, or if their scales
+    are for blocks of another size than config.json says. transformers takes the size from the
+    number of scales, which is wrong where the last block of a row or column is smaller than the
+    others."""
     settings = quantisation(config)
     if not settings or _method(settings) != "fp8":
         return

@@ -73,8 +73,8 @@ class Fixed(dict[str, Any]):
 
 
 def checked(rope: Mapping[str, Any] | None) -> Fixed | None:
-    """Return `model.rope` as a value that can be hashed. Raise `ModelError` that names the known
-    rotations, or the keys of this one, if it is none of them."""
+    """Return `model.rope` as a value that can be hashed. If it is not a known rotation with the
+    right keys, raise `ModelError`, which names the known rotations, or the keys of this one."""
     if rope is None:
         return None
     rope = Fixed({key: deepcopy(value) for key, value in rope.items() if value is not None})
@@ -122,9 +122,9 @@ def identified(own: Identity, rope: Mapping[str, Any] | None) -> Identity:
 def stretched(
     config: PreTrainedConfig, rope: Mapping[str, Any] | None, name: str
 ) -> PreTrainedConfig:
-    """Return `config` of the model `name` with the rotation that `rope` asks for, in its attribute
-    STRETCHED the window that follows: the factor times the original length. Where each kind of layer
-    has a rotation of its own, that of layers is changed which see the whole text."""
+    """Return `config` of the model `name` with the rotation that `rope` asks for. Its attribute
+    STRETCHED holds the window that follows: the factor times the original length. If each kind of
+    layer has a rotation of its own, only that of the layers that see the whole text is changed."""
     if rope is None:
         return config
     config, kind = deepcopy(config), rope["rope_type"]
@@ -156,7 +156,7 @@ def stretched(
 
 
 def _check_factors(config: PreTrainedConfig, rope: Mapping[str, Any], name: str) -> None:
-    """Raise `ModelError` if LongRoPE has not one factor for each pair of channels that is
+    """Raise `ModelError` unless LongRoPE has one factor for each pair of channels that is
     rotated."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2

@@ -63,8 +63,9 @@ class ContextTooShort(PromptError):
 
 
 class Cut(NamedTuple):
-    """Say how many tokens leave a context that is too long for the window: its middle, or its left,
-    which is the beginning. `question`: the question is part of what is cut."""
+    """Say how many tokens leave a context that is too long for the window, and from where: its
+    middle, or its left side, which is the beginning. `question`: the question is cut together with
+    the context."""
 
     side: Literal["middle", "left"]
     tokens: int
@@ -367,9 +368,9 @@ def cut_middle(example: Example, tokenizer: Tokenizer) -> tuple[str, str, int]:
 
 
 def shortened(context: str, tokenizer: Tokenizer, cut: Cut) -> str:
-    """Return the context without `cut.tokens` of its tokens. Of the others the last half stays
-    behind the cut, or all of them where its beginning leaves. Raise `ContextTooShort` if hardly
-    any would be left."""
+    """Return the context without `cut.tokens` of its tokens. If the middle leaves, half of the
+    remaining tokens stay before the cut and half after it; if the beginning leaves, all of them
+    stay after it. Raise `ContextTooShort` if hardly any would be left."""
     ends = [0, *tokenize(tokenizer, context).ends]
     left = len(ends) - 1 - cut.tokens
     if left < 2:
@@ -401,8 +402,9 @@ def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 
 def tokens_after(tokenizer: Tokenizer, text: str, before: str = "") -> list[int]:
-    """Return the tokens of `text` where it follows `before`, or other text of which nothing is known.
-    Alone it may have others: tokenizers in the manner of sentencepiece put a space before a text."""
+    """Return the tokens of `text` as they are when it follows `before` (or some other text, if
+    `before` is unknown). By itself `text` may have other tokens: tokenizers of the sentencepiece
+    kind put a space before a text."""
     before = before or ("x" if text[:1].isspace() else "\n")  # neither is merged with what follows
     ids, ends = tokenize(tokenizer, before + text)
     if len(before) not in ends:

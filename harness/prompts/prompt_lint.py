@@ -103,8 +103,9 @@ def lint(
 
 
 def _opening(tokenizer: Tokenizer, system: str) -> Iterator[Finding]:
-    """Find a chat template that does not open the assistant's turn at the end of a prompt. Its text
-    after the user's is compared with what it puts between a user's text and an answer that exists."""
+    """Find a chat template that does not open the assistant's turn at the end of a prompt. What it
+    writes after the user's text is compared with what it writes between a user's text and an answer
+    that is given."""
     tail = shell(tokenizer, system).tail.rstrip()
     talk = [{"role": "system", "content": system}] * bool(system)
     talk += [{"role": "user", "content": PROBE}, {"role": "assistant", "content": ANSWER_PROBE}]

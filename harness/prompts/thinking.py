@@ -112,8 +112,8 @@ def _tail(tokenizer: Tokenizer, keywords: Keywords) -> str:
 
 
 def _closing(tail: str, marks: Marks) -> str:
-    """Return what ends at once the thought that the template opens in `tail`; empty if it opens
-    none."""
+    """Return the text that ends the thought at once which the template opens in `tail`; empty if it
+    opens none."""
     if not tail.rstrip().endswith(marks.opening):
         return ""
     white = tail[len(tail.rstrip()) :]
@@ -131,7 +131,8 @@ def marks_ending_in(end: str) -> Marks:
 
 def divided(length: int) -> tuple[int, int]:
     """Return how many tokens a thought may have, and how many its answer, for a task that allows
-    `length` tokens. Lengths from twice MOST on are made for models that think, and count both."""
+    `length` tokens. A length of at least twice MOST is made for models that think, and counts
+    both."""
     return (length - AFTER, AFTER) if length >= 2 * MOST else (MOST, length)
 
 
@@ -313,8 +314,9 @@ class ThoughtfulAnswer:
         return not (self.thought.opened or begun.startswith(opening) or opening.startswith(begun))
 
     def _start(self, tokens: Sequence[int], end: int) -> tuple[int, int]:
-        """Return where in `tokens` the answer begins whose thought ends after `end` tokens, and after
-        how many characters of that token: after the words that were fed, else after white space."""
+        """Return where in `tokens` the answer begins, if its thought ends after `end` tokens: the
+        number of the token, and how many characters of it still belong to the thought. The answer
+        begins after the words that were fed, or else after white space."""
         if not end or self.thought.prefix:
             return min(len(tokens), end + len(self.thought.prefix) if end else 0), 0
         mark, last = self.thought.marks.end, self._decoded(tokens[end - 1 : end])

@@ -20,11 +20,12 @@ def table(
     choice: str | Path | Mapping[str, Any] | None = None,
     config_dirs: Sequence[Path] = (),
 ) -> pd.DataFrame:
-    """Return the runs in these folders as `python -m harness.report FOLDERS --paper` writes them: a
-    row for each method and budget, and for each column its value (scores from 0 to 100) and, of a
-    score, the ends of its interval, its marks, and whether it is bold. `choice`: a yaml file, a
-    layout's name, or the keys of such a file. Raise `ValueError` for a folder, a key or a name that
-    is not there; a run that cannot be read is left out, and a note says so."""
+    """Return the runs in these folders as the table that `python -m harness.report FOLDERS --paper`
+    writes. It has a row for each method and budget. Each column has its value (scores from 0 to
+    100) and, if it is a score, the ends of its interval, its marks, and whether it is bold.
+    `choice`: a yaml file, a layout's name, or the keys of such a file. Raise `ValueError` for a
+    folder, a key or a name that is not there; a run that cannot be read is left out, and a note
+    says so."""
     from harness.reports.choice import Choice
     from harness.reports.compare import comparisons
     from harness.reports.paper.table import paper_table

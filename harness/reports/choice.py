@@ -1,7 +1,6 @@
 """Chooses what a table or a figure of a paper shows: which runs, in which order, under which names.
-
-A yaml file holds the choice, so that the tables and figures of a paper show the same rows. What is
-of a table or a figure alone stands in the file's section of that name.
+A yaml file holds the choice, so that the tables and figures of a paper show the same rows. The
+file's sections `table` and `figure` hold what is only about one of the two.
 """
 
 from __future__ import annotations
@@ -231,8 +230,9 @@ def _of_model(model: Any) -> Flat:
 def _labels(
     names: Sequence[str], settings: Sequence[Sequence[Flat]], tables: Sequence[str] | None = None
 ) -> list[list[str]]:
-    """Return the words of a label for each name: the name, and the settings in which namesakes of
-    one table differ. The first of `settings` in which any differ are those that are named."""
+    """Return the words of a label for each name: the name itself, and the settings by which runs of
+    that name in one table differ. `settings` holds several sets of settings; a set adds words only
+    where labels are still the same."""
     labels = [[name] for name in names]
     for known in settings:
         together = [" ".join(words) for words in labels]
@@ -248,10 +248,10 @@ def _printed(
     kind: str = "",
     config_dirs: Sequence[Path] = (),
 ) -> list[str]:
-    """Return the name to print for each label, given as its words: the one that `names` has for the
-    label, or else the one for its first word or another by which it is `called`, or else the proper
-    name of the yaml file of this `kind`; with what sets it apart in brackets. Different labels never
-    have the same."""
+    """Return the name to print for each label, which is given as its words. It is the name that
+    `names` has for the label, or else for its first word or for another by which it is `called`, or
+    else the proper name of the yaml file of this `kind`; what sets the label apart follows in
+    brackets. Different labels never have the same name."""
     known = {one.name: one for one in entries(kind, (CONF, *config_dirs))} if kind else {}
     texts = {}
     for words, others in zip(labels, called, strict=True):

@@ -101,8 +101,8 @@ def starred(cells: Iterable[str], entries: Sequence[ReportRow], of_cost: bool = 
 
 
 def _read_in_all(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
-    """Return how many tokens of prompt and answer a step of each row read, the mean, if the budget
-    of one of the rows counts both; else nothing."""
+    """Return, for each row, the mean number of tokens of prompt and answer that a step read, if the
+    budget of one of the rows counts both; otherwise None for each."""
     some = any(row["budget"].get("counts") == COUNTS_ANSWER for row in rows)
     return [row["budget"].get("total_tokens") if some else None for row in rows]
 
@@ -153,7 +153,7 @@ def measurements(table: Comparison) -> list[Column]:
 
 
 def _pair(head: str, sign: str, both: Sequence[Column]) -> Column:
-    """Return two columns in one, whose cells are empty where the first's are."""
+    """Join two columns in one; where a cell of the first is empty, the joint cell is empty too."""
     one, other = both
     cells = [a and f"{a}{sign}{b}" for a, b in zip(one.cells, other.cells, strict=True)]
     return replace(one, head=head, cells=cells)

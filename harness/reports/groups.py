@@ -98,10 +98,10 @@ def average_meanings(table: Comparison) -> str:
 
 
 def by_turn(table: Comparison, section: str, key: str) -> list[Column]:
-    """Return a column per turn with one number of the summaries: entry `key` of their section `section`; none if no run
-    has it. In "turns" a number belongs to a turn, in "turns_ago" to so many turns between telling and asking. The
-    "score" of a turn is none where texts were fed; "ttft_s" is the median time to the first token from the turn's own
-    start."""
+    """Return a column per turn with one number of the summaries: the entry `key` of their section
+    `section`; no column if no run has it. In the section "turns", number n belongs to turn n; in
+    "turns_ago", to facts that were told n turns before they were asked for. A turn has no "score"
+    if texts were fed; "ttft_s" is the median time to the first token from the turn's own start."""
     if (section, key) == ("turns", "score") and table.of_perplexity:
         return []
     runs = [entry.summary.get(section) or {} for entry in table.entries]

@@ -322,7 +322,7 @@ def _conditions(rows: Sequence[Row]) -> str:
 
 
 def _among(rows: Sequence[Row], key: str, length: int | None = None) -> str:
-    """Return the different values of these rows as text, each cut to `length`."""
+    """Return the different values of these rows as one text; each of them is cut to `length`."""
     return ", ".join(sorted({(row.get(key) or "unknown")[:length] for row in rows}))
 
 

@@ -154,8 +154,8 @@ def _cautions(table: Comparison) -> Iterator[str]:
 
 
 def _answers_cut(table: Comparison) -> Iterator[str]:
-    """Yield one line if cutting took the right answer out of prompts, by the row where most lost
-    theirs: the rows have the same prompts."""
+    """Yield one line if cutting took the right answer out of prompts. All rows have the same
+    prompts, so the row in which most prompts lost it speaks for all."""
     worst = max(table.entries, key=_lost_answers)
     if count := _lost_answers(worst):
         yield f"Caution: in {count} of {_asked(worst)} prompts the answer was in the part that was cut."
@@ -167,8 +167,8 @@ def _lost_answers(entry: ReportRow) -> int:
 
 
 def _out_of_tokens(table: Comparison) -> Iterator[str]:
-    """Yield one line if answers ran into the token limit, where they are drawn or long. A short answer
-    may stop there: it has said what was asked."""
+    """Yield one line if answers ran into the token limit, and answers are drawn or long. A short
+    answer may well stop at the limit, after it has said what was asked."""
     parts = []
     for entry in table.entries:
         drawn = _samples(entry.run.config.get("generation") or {}) > 1

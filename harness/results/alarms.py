@@ -204,8 +204,8 @@ def _apart_from_full(rows: Sequence[AlarmRow]) -> list[AlarmRow]:
 
 
 def _apart(session: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return True if two sessions (times that a process had a run's folder open) ran on different
-    machines or in different hours, as far as both say it."""
+    """Return True if two sessions ran on different machines or in different hours, as far as both
+    say where and when. A session is one time that a process had a run's folder open."""
     places: list[dict[str, Any]] = [
         (each.get("provenance") or {}).get("machine") or {} for each in (session, other)
     ]

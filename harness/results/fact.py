@@ -44,7 +44,7 @@ def middle(values: Sequence[Value]) -> Value:
 
 
 def first(values: Sequence[Any]) -> Any:
-    """Return the first value that says something."""
+    """Return the first value that is not empty."""
     return next((value for value in values if value), None)
 
 
@@ -53,7 +53,8 @@ def last(values: Sequence[Any]) -> Any:
 
 
 def unknown(values: Sequence[Any]) -> None:
-    """Return None: the fact belongs to one turn and tells nothing of several."""
+    """Return None, because the fact belongs to one turn and says nothing of several turns
+    together."""
 
 
 def entry(reduce: Reduce, name: str | None = None) -> Entries:
@@ -63,12 +64,15 @@ def entry(reduce: Reduce, name: str | None = None) -> Entries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """Describes a fact that is known of each answer. Its key in a line of examples.jsonl is its key in the table.
+    """Describes a fact that is known of each answer. Its key in a line of examples.jsonl is its key
+    in the table.
 
-    What is known of one turn or of its steps (`per`) is in the lines of a conversation's turns too, and `over_turns`
-    makes the example's value of theirs. `over_examples` makes the numbers of a run, in a `section` of summary.json,
-    and `by_turn` those of its `turns`, of one turn over all conversations (seconds only where clocks can be
-    believed). A `head` makes it a column of the table of all measurements, or of what turns found (`by_turn`).
+    `per`: it is known of one turn, or of the steps of one turn. The lines of a conversation's turns
+    then have it too, and `over_turns` makes the example's value from theirs. `over_examples` makes
+    the numbers of a run, in a `section` of summary.json. `by_turn` makes those of its section
+    `turns`, which are about one turn over all conversations (seconds only where clocks can be
+    believed). `head`: it is a column of the table of all measurements, or of the table of what
+    turns found (`by_turn`).
     """
 
     unit: Unit

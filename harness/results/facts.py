@@ -1,15 +1,20 @@
 """Joins the tables of facts into the one that records, summaries and reports read.
 
-A fact of an answer is declared once, as one entry of the table of whoever finds it: engine/facts.py, prompts/facts.py
-(thoughts), jobs/facts.py (examples) and cachedattention/facts.py (histories) below harness/, and measures.py here.
-Whoever finds it hands over its value under its key, in `facts` of a generation, a stop rule, a conversation, a prepared
-example or a transcript; the runner merges these mappings and knows none of their keys. A line of examples.jsonl has the
-fields of `Reply` and `Record` that every answer has (tokens, times, score), then all facts in the order of this table.
-A record gives a fact by its key: `record["cut_tokens"]`. `over_turns` makes a conversation's value of its turns',
-`in_section` the numbers of summary.json, from which tables, CSV and trackers follow. Reports take the columns, stamps,
-alarms, warnings, cautions and notes from the entries. A line that lacks a fact, because it is older, has its `older`
-value. To add a fact, write its entry and hand over its value; a new table needs one line below. The tables import the
-form of an entry alone (fact.py), and no torch, so that reports start at once.
+A fact of an answer is declared once, as one entry of the table of the module that finds it:
+engine/facts.py, prompts/facts.py (thoughts), jobs/facts.py (examples) and cachedattention/facts.py
+(histories) below harness/, and measures.py here. The module that finds a fact hands over its value
+under its key, in `facts` of a generation, a stop rule, a conversation, a prepared example or a
+transcript; the runner merges these mappings and knows none of their keys.
+
+A line of examples.jsonl has the fields of `Reply` and `Record` that every answer has (tokens,
+times, score), then all facts in the order of this table. A record gives a fact by its key:
+`record["cut_tokens"]`. `over_turns` makes a conversation's value from those of its turns, and
+`in_section` the numbers of summary.json, from which tables, CSV and trackers follow. Reports take
+the columns, stamps, alarms, warnings, cautions and notes from the entries. A line that lacks a
+fact, because it is older, has its `older` value.
+
+To add a fact, write its entry and hand over its value; a new table needs one line below. The tables
+import only the form of an entry (fact.py), and no torch, so that reports start at once.
 """
 
 from __future__ import annotations

@@ -173,9 +173,9 @@ class Record(Reply):
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """The line of an example that has no answer, and why. One that failed (`error`) is tried again the next time
-    that the run is started; one that is too long for the model's window (`skipped`), as the setting `too_long` asks
-    for, is not."""
+    """Hold the line of an example that has no answer, and the reason. An example that failed
+    (`error`) is tried again the next time that the run is started. One that is too long for the
+    model's window (`skipped`, under too_long=skip) is not."""
 
     id: str
     group: str

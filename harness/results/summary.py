@@ -102,8 +102,9 @@ def summarise(
 def _budget(
     records: Sequence[Record], config: Mapping[str, Any], info: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the budget that was asked for, as `asked` or as `bytes`, and what was read. `layers` is null: no setting
-    gives each layer a budget, but files and tables of results have the key."""
+    """Return the budget that was asked for, as `asked` or as `bytes`, and what was read. `layers`
+    is null, because no setting gives each layer a budget; it stays because files and tables of
+    results have the key."""
     use, asked = info.get("budget_use") or {}, config.get("budget")
     in_bytes = bytes_of(asked)
     return {

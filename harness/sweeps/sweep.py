@@ -139,11 +139,9 @@ def run_jobs(
     forecasts: Forecasts | None = None,
 ) -> GroupOutcome:
     """Run the jobs of a group; with dry_run=true, print what they would do. An error ends only its
-    own job.
-
-    `prompts`: a cache of the latest job's prompts, which the next job may reuse. `jobs`: the number
-    of jobs of the whole command. `complain`: prints an error as it happens. `forecasts`: collects
-    what a dry run finds out of each job.
+    own job. `prompts`: a cache of the latest job's prompts, which the next job may reuse. `jobs`:
+    the number of jobs of the whole command. `complain`: prints an error when it happens.
+    `forecasts`: collects what a dry run finds out about each job.
     """
     planned: dict[int, Job] = {}
     failures, errors = list[tuple[int, str]](), list[Exception]()

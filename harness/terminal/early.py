@@ -19,7 +19,8 @@ def asked() -> str:
 
 
 def end(*_: object) -> None:
-    """Handle Ctrl-C: say so, and exit with 130. What an import would make of a KeyboardInterrupt is uncertain."""
+    """Handle Ctrl-C: print a line, and exit with 130. It does not raise KeyboardInterrupt, because
+    an import might turn that into another error."""
     try:
         os.write(2, b"\ninterrupted\n")
     finally:

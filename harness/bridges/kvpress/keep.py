@@ -220,8 +220,8 @@ def _without_nan(press: Any, layer: int) -> Iterator[None]:
 
 
 def ratio_for(tokens: int, kept: int) -> float:
-    """Return the ratio with which a press keeps exactly `kept` of `tokens`. It computes int(tokens
-    * (1 - ratio)), so the next number below 1 - kept / tokens may be needed."""
+    """Return the ratio with which a press keeps exactly `kept` of `tokens`. A press keeps
+    int(tokens * (1 - ratio)), so the next number below 1 - kept / tokens may be needed."""
     ratio = 1 - kept / tokens
     while int(tokens * (1 - ratio)) < kept:
         ratio = nextafter(ratio, 0)

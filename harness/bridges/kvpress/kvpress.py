@@ -71,8 +71,8 @@ class KVPress(Method):
         return f"all is read: the prompt of {sealed} tokens is no longer than the press's windows of {self.windows}"
 
     def check_model(self, spec: LayerSpec) -> None:
-        """Raise `KVPressError` if the press cannot be made or cannot run here. Presses norm and rotate
-        queries themselves, and know whole heads in two halves alone."""
+        """Raise `KVPressError` if the press cannot be made or cannot run here. Presses norm and
+        rotate queries themselves, and know only rotations of a whole head in two halves."""
         build(self.press)
         projection = spec.project_query
         other = isinstance(projection, QueryProjection) and (

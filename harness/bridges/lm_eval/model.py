@@ -231,9 +231,9 @@ class KVHarnessLM(TemplateLM):
             self._eos_ids -= {self.tokenizer.convert_tokens_to_ids(known.marks.go_on)}
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
-        """Have lm-eval find the answers in its file of `--use_cache`, which it keys by the text of a
-        request alone, under a hash of all else that decides them, and count those found. Raises
-        `SettingsError` if the file is none whose keys can be changed."""
+        """Have lm-eval find answers in its file of `--use_cache` under keys that hold a hash of all
+        that decides an answer; its own keys hold the text of a request only. Count the answers that
+        are found. Raise `SettingsError` if the keys of this file cannot be changed."""
         super().set_cache_hook(cache_hook)
         if (kept := cache_hook.dbdict) is None:
             return

@@ -121,8 +121,8 @@ class ServingLoop:
         yield from self._complete_answers(wait=True)
 
     def _complete_answers(self, wait: bool = False) -> Iterator[Answer]:
-        """Yield the records of ended turns whose keys and values have left the device, for only
-        then their times are complete; with `wait`, wait for all of them."""
+        """Yield the records of ended turns once their keys and values have left the device, because
+        their times are complete only then. With `wait`, wait for all of them."""
         while self._ended and (wait or self._ended[0][1].finished):
             answer, saved = self._ended.popleft()
             yield replace(answer, save_hidden_s=saved.hidden_s())

@@ -1,2 +1,2 @@
-"""Simulates the store's policies at the paper's scale: a trace of conversations, a server, and
-costs; no model runs."""
+"""Simulates the store's policies at the scale of the paper: a trace of conversations, a server, and
+costs. No model runs."""

@@ -23,9 +23,9 @@ SIGNS = {"value": "", "saving": "saved", "speedup": "x", "points": "points"}
 
 @dataclass(frozen=True, kw_only=True)
 class PaperClaim:
-    """A number that the CachedAttention paper gives. `of`: the figure of a simulated run that it is
-    about, as `hit_rate`; `at`: settings of that run; `paper`: the number. Where it compares two
-    runs, `over` has the settings of the other one, and `kind` says how they are compared."""
+    """Hold a number that the CachedAttention paper gives. `of`: the figure of a simulated run that
+    it is about, such as `hit_rate`; `at`: settings of that run; `paper`: the number. If it compares
+    two runs, `over` has the settings of the other one, and `kind` says how they are compared."""
 
     of: str
     at: Mapping[str, Any]
@@ -62,9 +62,9 @@ class PaperClaim:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of the CachedAttention paper. `runs`: the words of the simulated runs that it needs,
-    as `policy=lru,fifo`; `skip`: settings of runs to leave out; `claims`: the numbers that the
-    paper gives."""
+    """Describe a figure of the CachedAttention paper. `runs`: the words of the simulated runs that
+    it needs, such as `policy=lru,fifo`; `skip`: settings of runs to leave out; `claims`: the
+    numbers that the paper gives."""
 
     number: str
     title: str

@@ -1,9 +1,9 @@
-"""A simulated server with slots, which goes from event to event: prefills of one turn each, and
+"""Simulates a server with slots, which goes from event to event: prefills of one turn each, and
 decode steps of all running turns.
 
 A prefill halts the decoding, as continuous batching does. Turns run first come, first served.
 Copying new keys and values off the device is taken to be hidden by decoding; loading is hidden as
-far as `preload` lets it."""
+far as `preload` lets it be."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ from methods.tiers.tier import DISK, HOST
 
 
 class SimulatedDisk:
-    """The disk of a simulated server, which reads and writes one after the other, or with
-    `disk_duplex` at the same time. What waits to be written lies in memory: more than
-    `write_buffer` bytes of it make the caller wait, as in the store. Times are seconds of the
-    simulation."""
+    """Simulate the disk of a server, which reads and writes one after the other, or at the same
+    time with `disk_duplex`. What waits to be written lies in memory: once it is more than
+    `write_buffer` bytes, the caller waits, as in the store. Times are seconds of the simulation."""
 
     def __init__(self, capacity: int, hardware: Hardware, write_buffer: int) -> None:
         self.files = DiskAccount(capacity)
@@ -56,10 +55,9 @@ class SimulatedDisk:
         return self._read_s if size else now_s
 
     def write(self, session: str, blocks: Mapping[str, int], held: int, now_s: float) -> float:
-        """Write a stored conversation's `blocks`, all that it has now (bytes by name), as far as
-        the disk does not have them yet. `held`: bytes that stay in memory until that is done.
-        Return the time until which the caller must wait for room in the write buffer; `now_s` if it
-        need not wait."""
+        """Write a stored conversation's `blocks` (bytes by name) as far as the disk does not have
+        them yet. `held`: bytes that stay in memory until that is done. Return the time until which
+        the caller must wait for room in the write buffer; `now_s` if it need not wait."""
         self._collect(now_s)
         self.files.make_room(session, blocks, self.files.drop)
         size = self.files.hold(session, blocks)
@@ -224,9 +222,10 @@ class Server:
         for it. `tier`: where it was found; `ready_s`: the time since when its rows lie in host
         memory and the turn is known; `compute_s`: the seconds of its prefill.
 
-        With preload=buffered, loading begins before the turn does, and is ahead by the time that it
-        takes longer than the prefill: the read buffer of CachedAttention, S_buf = B (T_load L_hist
-        - T_pref L_new) bytes (`MeasuredSpeeds` explains the formula)."""
+        With preload=buffered, loading that takes longer than the prefill begins before the turn
+        does, earlier by the difference. What is loaded in that time is the read buffer of
+        CachedAttention, S_buf = B (T_load L_hist - T_pref L_new) bytes (`MeasuredSpeeds` explains
+        the formula)."""
         previous_s, self._last_start_s = self._last_start_s, self.now_s
         if tier not in (HOST, DISK):
             return 0.0, 0.0
@@ -297,9 +296,9 @@ class Server:
                 self.disk.files.spare(move.session)
 
     def _write(self, state: OpenConversation, held: int) -> None:
-        """Write those blocks of the conversation to disk that it does not have yet; the server's
-        time goes on if the write buffer is full. `held`: bytes of keys and values that stay in
-        memory until that is done."""
+        """Write those blocks of the conversation to disk that it does not have yet. If the write
+        buffer is full, the server's time passes until there is room. `held`: bytes of keys and
+        values that stay in memory until that is done."""
         sizes = state.sizes(self.model.kv_bytes_per_token)
         self._advance(
             self.disk.write(state.conversation.name, sizes, held, self.now_s) - self.now_s

@@ -50,8 +50,9 @@ def drawn(
 ) -> list[TracedConversation]:
     """Draw so many conversations. `rate`: new ones per second, a Poisson process. `think_s`: mean
     seconds from an answer to the next question, an exponential law. `question_share`: the
-    question's share of a turn's tokens. `correlation`: between the normal variables from which
-    numbers of turns and of tokens are drawn, since conversations of more turns have more tokens."""
+    question's share of a turn's tokens. `correlation`: that of the two normal variables from which
+    the numbers of turns and of tokens are made, because conversations of more turns have more
+    tokens."""
     rng = np.random.default_rng(seed)
     lengths = length_distribution.drawn(sessions, rng, correlation=correlation)
     turns = [

@@ -30,16 +30,16 @@ from methods.tiers.rows import HostRows, Place
 
 
 class DamagedBlock(ValueError):
-    """Raised where a file of stored keys and values is not what was written."""
+    """Report that a file of stored keys and values is not what was written."""
 
 
 class NotSaved(RuntimeError):
-    """Raised where keys and values could not be copied from the device to host memory."""
+    """Report that keys and values could not be copied from the device to host memory."""
 
 
 class HistoryLost(RuntimeError):
-    """Raised where the stored keys and values of a conversation's history were found but cannot be
-    read; the caller computes these tokens again, in a fresh cache."""
+    """Report that the stored keys and values of a conversation's history were found but cannot be
+    read. The caller computes these tokens again, in a fresh cache."""
 
 
 LOST = (OSError, DamagedBlock, NotSaved)  # what a session does not outlive
@@ -79,9 +79,9 @@ class WrittenFile:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Consecutive tokens of a session (a stored conversation) with their rows, which are keys and
-    values by name. `rows` is None where these lie on disk alone; else they are in host memory, or
-    on their way there (upload.py). A block without tokens holds the tensors that belong to all
+    """Hold consecutive tokens of a session (a stored conversation) with their rows, which are keys
+    and values by name. `rows` is None if they lie only on disk; otherwise they are in host memory,
+    or on their way there (upload.py). A block without tokens holds the tensors that belong to all
     tokens of a session together. `file`: size and checksum of the block's file, None before it is
     written."""
 

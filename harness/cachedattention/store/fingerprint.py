@@ -4,7 +4,7 @@ store, and the lineage of each session.
 A lineage is a hash of what happened to a conversation before its rows were computed: tokens were
 dropped, rows were lost and computed again, or the model rotated them for a longer text. Rows of one
 lineage are never found under another, though their tokens are the same. EXACT is the lineage of
-rows that were computed in sight of their own text alone."""
+rows that were computed from their own text only."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ EXACT = ""  # rows that were computed in sight of their text alone
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """The conditions under which keys and values were computed and stored; a store hands them out
-    under the same ones alone. `model`, `weights`: whose they are. `tokenizer`: a hash of it.
-    `rotary`: the rotary settings, and whether keys are stored before the rotation. `codec`: how
+    """Describe the conditions under which keys and values were computed and stored; a store hands
+    them out only under the same ones. `model`, `weights`: whose they are. `tokenizer`: a hash of
+    it. `rotary`: the rotary settings, and whether keys are stored before the rotation. `codec`: how
     they are encoded. `method`: the method with its settings, and a digest of what it has prepared,
     since what a method lets a token attend to shapes the rows of all later tokens."""
 
@@ -44,18 +44,19 @@ class Fingerprint:
 
 
 def cut_lineage(lineage: str, tokens: Sequence[int], dropped: int, sinks: int = 0) -> str:
-    """Return the lineage (a hash that tells rows of the same tokens apart) of what stays when a
-    history is cut. `lineage` is that of the rows of `tokens` before; after the first `sinks` of
-    these, `dropped` tokens leave. The rows that stay were computed with attention to those that
-    leave, so they must never pass for rows of the shorter text."""
+    """Return the lineage of the rows that stay when a history is cut. (A lineage is a hash that
+    tells rows of the same tokens apart.) Before the cut, `tokens` had rows of the lineage
+    `lineage`; after the first `sinks` of these tokens, `dropped` tokens leave. The rows that stay
+    were computed with attention to those that leave, so they must never pass for rows of the
+    shorter text."""
     return _short({"before": [lineage, list(tokens)], "dropped": dropped, "sinks": sinks})
 
 
 def recomputed_lineage(lineage: str, tokens: Sequence[int]) -> str:
-    """Return the lineage (a hash that tells rows of the same tokens apart) of a history that was
-    lost and computed again. The lost rows were those of `tokens`, of `lineage`. A method that
-    evicts chose turn by turn then, and chooses once over the whole text now, so the new rows
-    differ, and so do all that follow them."""
+    """Return the lineage of a history that was lost and is computed again. (A lineage is a hash
+    that tells rows of the same tokens apart.) The lost rows were those of `tokens` and had the
+    lineage `lineage`. A method that evicts chose turn by turn then, and chooses once over the whole
+    text now, so the new rows differ, and so do all that follow them."""
     return _short({"before": [lineage, list(tokens)], "lost": True})
 
 

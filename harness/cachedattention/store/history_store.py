@@ -124,15 +124,14 @@ class HistoryStore:
         lineage: str = EXACT,
     ) -> HistoryLoad | None:
         """Begin to load the longest stored prefix of `tokens`, in whole blocks (256 tokens at
-        most); return the load, which hands out layer by layer, or None on a miss. A session with a
+        most). Return the load, which hands out layer by layer, or None on a miss. A session with a
         rest (tensors that belong to all its tokens) is found as a whole or not at all.
+
         `read_buffer`: layers that come before the turn begins, None for as many as the paper's
         formula says (`MeasuredSpeeds`). `prepare`: what the thread that copies a layer does with it
         next. `lineage`: a hash that the stored rows must carry, which tells what was dropped or
-        recomputed before them; EXACT for nothing.
-
-        The session counts as used, and moves into a faster tier, when the turn begins
-        (`HistoryLoad.begin`)."""
+        recomputed before them; EXACT if nothing was. The session counts as used, and moves into a
+        faster tier, when the turn begins (`HistoryLoad.begin`)."""
         key = self._fresh(session)
         self.statistics.lookups += 1
         self.statistics.asked_tokens += len(tokens)
@@ -185,11 +184,13 @@ class HistoryStore:
         self, session: str, start: int, uploads: Sequence[UploadToHost], lineage: str = EXACT
     ) -> bool:
         """Append the blocks of `uploads`, whose rows are still on their way from the device, to the
-        first `start` tokens of a session, which stay untouched; what belongs to all tokens together
-        is replaced. `lineage`: the hash of what was dropped or recomputed before the session's rows.
-        Return False, storing nothing, where the session has another one (by now), or no block of it
-        ends after `start` tokens: begin with its first token then. The caller waits while more bytes
-        are on their way than the write buffer holds."""
+        first `start` tokens of a session, which stay untouched. What belongs to all tokens together
+        is replaced. `lineage`: the hash of what was dropped or recomputed before the session's
+        rows.
+
+        Return False and store nothing if the session has another lineage by now, or if no block of
+        it ends after `start` tokens; the caller then begins with the first token. The caller waits
+        while more bytes are on their way than the write buffer holds."""
         began, key = perf_counter(), self._fresh(session)
         known = self.contents.until(key, start, lineage)
         if known is None:

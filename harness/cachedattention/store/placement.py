@@ -41,9 +41,10 @@ class LRU:
     order: ClassVar[str] = "used"  # the tick by which sessions leave
 
     def window(self, capacity: int, mean_size: float) -> int:
-        """Return how many of the next waiting jobs the policy looks ahead at, where the tiers hold
-        `capacity` bytes and a session has `mean_size` on average; 0 for none. A session with a job among them is kept;
-        where all are, the one whose job is nearest the tail of the queue leaves."""
+        """Return how many of the next waiting jobs the policy looks ahead at, if the tiers hold
+        `capacity` bytes and a session has `mean_size` on average; 0 for none. A session with a job
+        among them is kept. If all sessions have one, the session whose job is last in the queue
+        leaves."""
         return 0
 
 
@@ -94,12 +95,12 @@ class TierContents:
 
 
 class DiskAccount:
-    """An account of what lies on a disk of `capacity` bytes: names and sizes of the blocks in
+    """Keep account of what lies on a disk of `capacity` bytes: names and sizes of the blocks in
     files, by session. The store and the simulator keep one each.
 
-    A session that moves into memory leaves its files as a spare copy: that costs nothing while
-    there is room, and saves writing them when the session comes back. Where room is needed, spare
-    copies go first, the oldest before the others."""
+    When a session moves into memory, its files stay as a spare copy. That costs nothing while there
+    is room, and saves writing them when the session comes back. When room is needed, spare copies
+    go first, the oldest before the others."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.bytes = capacity, 0
@@ -109,9 +110,9 @@ class DiskAccount:
     def make_room(
         self, session: str, blocks: Mapping[str, int], drop: Callable[[str], None]
     ) -> None:
-        """Call `drop` for other sessions whose files are spare copies, since they lie in memory
-        too, until `blocks`, all that `session` has, fit. Raise OSError where they do not fit and no
-        spare copy is left."""
+        """Drop spare copies of other sessions, which lie in memory too, until `blocks`, all that
+        `session` has, fit on the disk; `drop` is called for each. Raise OSError if they do not fit
+        and no spare copy is left."""
         more = sum(blocks.values()) - sum(self._blocks.get(session, {}).values())
         while self.bytes + more > self.capacity:
             spare = next((other for other in self._spare if other != session), None)
@@ -120,7 +121,7 @@ class DiskAccount:
             drop(spare)
 
     def hold(self, session: str, blocks: Mapping[str, int]) -> int:
-        """Note that the session has just these `blocks` on disk now, sizes by name; return the
+        """Note that the session now has exactly these `blocks` on disk, sizes by name. Return the
         bytes of those that it did not have before."""
         before = self._blocks.get(session, {})
         self._blocks[session] = blocks
@@ -166,15 +167,15 @@ class JobQueue:
         del self._order[bisect_left(self._order, self.tickets.pop(session))]
 
     def horizon(self, count: int) -> int:
-        """Return a ticket (a job's number in order of arrival) such that of all waiting jobs just
-        the next `count` have smaller ones."""
+        """Return a ticket (a job's number in order of arrival) such that exactly the next `count`
+        waiting jobs have smaller ones."""
         return self._order[count] if count < len(self._order) else self._next
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """The move of a session (a stored conversation) from one tier to another. `source` None: it
-    comes from outside the store. `target` None: it leaves the store."""
+    """Describe the move of a session (a stored conversation) from one tier to another. `source`
+    None: it comes from outside the store. `target` None: it leaves the store."""
 
     session: str
     source: str | None

@@ -51,11 +51,13 @@ class Statistics:
 
 
 class MeasuredSpeeds:
-    """Measured speeds of loading and of prefill, and the size of the read buffer that follows from
-    them: what is loaded before a turn begins to compute (CachedAttention, section 3.2.1), S_buf = B
-    (T_load L_hist - T_pref L_new) bytes, for which loading takes longer than the prefill of the new
-    tokens. B is the bandwidth from a tier, T_load and T_pref are seconds per token, L are tokens of
-    the history and new ones."""
+    """Hold measured speeds of loading and of prefill, and compute the size of the read buffer from
+    them: of what is loaded before a turn begins to compute (CachedAttention, section 3.2.1).
+
+    It is S_buf = B (T_load L_hist - T_pref L_new) bytes: what is loaded in the time by which
+    loading takes longer than the prefill of the new tokens. B is the bandwidth from a tier, T_load
+    and T_pref are seconds per token, L_hist and L_new are numbers of tokens: of the history, and
+    new ones."""
 
     def __init__(self) -> None:
         self._bytes: Counter[str] = Counter()

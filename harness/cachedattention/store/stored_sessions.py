@@ -40,9 +40,9 @@ Written = tuple[int, list[Block]]  # bytes written; the session's blocks as they
 
 
 class WriteBuffer:
-    """A queue of tasks for the thread `worker`, in which rows may wait that take `capacity` bytes;
-    a caller who submits more waits until there is room. Callbacks on finished tasks run in the
-    caller's own thread, when it calls `collect`, `drain` or one of the other methods."""
+    """Hold a queue of tasks for the thread `worker`. The rows that wait in it may take `capacity`
+    bytes; a caller who submits more waits until there is room. Callbacks on finished tasks run in
+    the caller's own thread, when it calls `collect`, `drain` or one of the other methods."""
 
     def __init__(self, worker: TransferLane, capacity: int, statistics: Statistics) -> None:
         self._worker, self._capacity, self._statistics = worker, capacity, statistics
@@ -208,9 +208,9 @@ class StoredSessions:
         return [] if has_rest(parts) and count < len(parts) else parts[:count]
 
     def until(self, key: str, end: int, lineage: str) -> list[Block] | None:
-        """Return the blocks that hold just the first `end` tokens of the session. Return None where
-        no block ends there, or where the session has another `lineage` (a hash of what was dropped
-        or recomputed before its rows)."""
+        """Return the blocks that hold exactly the first `end` tokens of the session. Return None if
+        no block ends there, or if the session has another `lineage` (a hash of what was dropped or
+        recomputed before its rows)."""
         known = self._known(key, lineage)
         return next(
             (known[:count] for count in range(len(known) + 1) if length_of(known[:count]) == end),

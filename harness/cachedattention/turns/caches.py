@@ -80,8 +80,8 @@ class CachesBetweenTurns:
         self.start = start
 
     def expect(self, size: int) -> None:
-        """Make room before any time is measured: conversations will come whose keys and values take
-        `size` bytes together."""
+        """Make room for conversations whose keys and values take `size` bytes together, before any
+        time is measured."""
 
     def resume(
         self, session: str, tokens: Sequence[int], capacity: int, whole: int = 0
@@ -89,12 +89,13 @@ class CachesBetweenTurns:
         """Return a cache for the next turn of the conversation `session` that holds as many of
         `tokens`, from the first on, as were kept. Its layers may still be on their way: each is
         waited for when it is used, and may prove damaged (`HistoryLost`, which `compute` handles).
+        A cache that stayed on the device comes back as `save` was given it: call its `open_turn`
+        before a prefill.
 
         `tokens`: the text so far, without what must be fed in any case, such as a prompt's last
-        token for its logits. A cache that stayed on the device comes back as `save` was given it:
-        call its `open_turn` before a prefill. `whole`: the length of the text with those tokens;
-        where a model rotates by the length of the text, a history that was rotated for another
-        length is of no use."""
+        token, whose logits are needed. `whole`: the length of the text with what must be fed; if
+        the model rotates by the length of the text, a history that was rotated for another length
+        is of no use."""
         began = perf_counter()
         found = self._find(session, tokens, capacity, max(whole, len(tokens)))
         wait_for(found.cache.state.request.device)
@@ -121,9 +122,10 @@ class CachesBetweenTurns:
         return found, logits
 
     def save_ahead(self, session: str, tokens: Sequence[int], cache: KVCache) -> float:
-        """Begin to copy rows of the prompt, which `save` will be given, from the device to the
-        store: after the prefill and before the seal, in which a method chooses what to keep.
-        `tokens`: all that was fed to `cache`. Return the seconds that the caller waited; here nothing is stored."""
+        """Begin to copy rows of the prompt from the device to the store, after the prefill and
+        before the seal, in which a method chooses what to keep; `save` will be given the same rows.
+        `tokens`: all that was fed to `cache`. Return the seconds that the caller waited. This class
+        stores nothing."""
         return 0.0
 
     def save(self, session: str, tokens: Sequence[int], cache: KVCache) -> Saved:

@@ -30,7 +30,7 @@ ROTARY = ("rope_parameters", "partial_rotary_factor", "max_position_embeddings")
 
 def fingerprint(attachment: Attachment, loaded: LoadedModel, **more: object) -> Fingerprint:
     """Return what must be the same before stored keys and values are used again: model, tokenizer,
-    rotation, dtype, codec and method. `more`: what else shapes them, as the protocol does."""
+    rotation, dtype, codec and method. `more`: what else shapes them, such as the protocol."""
     config = loaded.model.config.to_dict()
     rotary = {name: config.get(name) for name in ROTARY}
     options = attachment.options

@@ -3,9 +3,9 @@ new.
 
 What a cache holds is stored in two kinds. Rows are the keys and values of every token, in layers
 that keep all of them as the model made them, with keys before their rotation: they may be read in
-part and go on growing. All else is the rest: windows, what a method that evicts has kept (at its
-positions), sums over queries, keys that a method rewrites. A rest can be used only where the next
-turn's text begins with just the tokens that were saved, to the last one."""
+part and go on growing. Everything else is the rest: windows, what a method that evicts has kept (at
+its positions), sums over queries, keys that a method rewrites. A rest can be used only if the next
+turn's text begins with exactly the tokens that were saved, to the last one."""
 
 from __future__ import annotations
 
@@ -66,15 +66,15 @@ class StoredForm:
         self._kinds = _alike(self.rotations)
 
     def check(self, tokens: int) -> None:
-        """Raise `RotationError` where the model rotates keys by the length of the text, so that the
+        """Raise `RotationError` if the model rotates keys by the length of the text, so that the
         rows of a text of so many tokens cannot serve a shorter one."""
         for rotation in self.rotations:
             rotation.check(tokens)
 
     def rows(self, contents: CacheContents, start: int, end: int) -> dict[str, SplitRows]:
-        """Return keys and values of the tokens from `start` to `end`, [1 G T D] under names as
-        "3.k" for layer 3. They are views of where the cache has them, on the device or in host
-        memory; keys are still rotated."""
+        """Return keys and values of the tokens from `start` to `end`, [1 G T D] each, under names
+        such as "3.k" for layer 3. They are views of where the cache has them, on the device or in
+        host memory; keys are still rotated."""
         return {
             f"{layer}.{kind}": _in_order(state, kind).cut(start, end)
             for layer, state in enumerate(contents)
@@ -107,8 +107,8 @@ class StoredForm:
         return stored
 
     def rest(self, contents: CacheContents) -> Tensors:
-        """Return all tensors of a cache's contents that are no keys and values of single tokens,
-        under names as "3.NAME" for layer 3."""
+        """Return all tensors of a cache's contents that are not keys and values of single tokens,
+        under names such as "3.NAME" for layer 3."""
         return {
             f"{layer}.{name}": x
             for layer, state in enumerate(contents)

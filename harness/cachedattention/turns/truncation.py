@@ -2,10 +2,11 @@
 values stay usable (CachedAttention, section 3.4).
 
 The H tokens that stay go on at positions 0 to H-1. A method that evicts has shortened its history
-already: the rows it kept move together, as the paper lets a list of dropped tokens do, and only
-rows beyond H leave. What stays was computed in sight of what went, so it is not what a
-recomputation of the shorter text gives. Nor has it the text's first tokens, at which heads look
-that need nothing else (StreamingLLM, arXiv 2309.17453), unless `sinks` keeps them."""
+already: the rows that it kept move together, as the paper does with a list of dropped tokens, and
+rows beyond H leave. The rows that stay were computed with attention to those that left, so a
+recomputation of the shorter text gives others. They also lack the text's first tokens, unless
+`sinks` keeps them. Heads that find nothing else relevant put their weight on these tokens
+(StreamingLLM, arXiv 2309.17453)."""
 
 from __future__ import annotations
 
@@ -60,8 +61,8 @@ class Rotation:
         return self.on(self.off(keys, source), target)
 
     def check(self, tokens: int) -> None:
-        """Raise `RotationError` where the model rotates a text of `tokens` tokens otherwise than a
-        short one, so that its keys do not fit a shortened text."""
+        """Raise `RotationError` if the model rotates a text of `tokens` tokens in another way than
+        a short one, so that its keys do not fit a shortened text."""
         # angles of position 1
         ends = (torch.tensor([1]), torch.tensor([1, max(1, tokens - 1)]))
         short, long = (self.angles(end)[0][0, 0] for end in ends)

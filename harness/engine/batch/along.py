@@ -1,5 +1,6 @@
-"""Follows the costs of one answer along its length, in stretches that double: at the end of each, what was counted
-so far is noted, without waiting for the device."""
+"""Follows the costs of one answer along its length, in stretches of which each is twice as long as
+the one before. At the end of each stretch the counts so far are noted, without waiting for the
+device."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Mark(NamedTuple):
 
 
 def ends_stretch(steps: int, marks: int) -> bool:
-    """Return True if an answer has taken as many steps as the stretch has that follows `marks` others."""
+    """Return True if an answer of so many steps has reached the end of its present stretch.
+    `marks`: how many stretches have ended before."""
     return steps >= FIRST << marks
 
 

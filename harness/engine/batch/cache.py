@@ -128,8 +128,9 @@ class SlotsCache(KVCache):
         ]
 
     def _unheard(self, number: int) -> int:
-        """Return how many decode steps are missing in the `num_tokens` of member number `number`,
-        one of the caches that step together. Some are updated only now and then (`lags`)."""
+        """Return how many decode steps member number `number`, one of the caches that step
+        together, has not counted in its `num_tokens` yet. Some members are updated only now and
+        then (`lags`)."""
         return 0 if self._attending[number].alone else self.behind(number)
 
     def begin(self, ids: Tensor | None = None) -> None:

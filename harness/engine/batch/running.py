@@ -220,9 +220,9 @@ class RunningBatch:
 
     def _note_reads(self, number: int, slot: RunningSequence) -> None:
         """Count how many tokens the last step read for sequence number `number` of the batch.
-        Caches that step together are updated only now and then (`SlotsCache.lags`): for them this
-        waits until the union of what the heads read is due, or a stretch of the answer ends, and
-        then counts all steps since the last time."""
+        Caches that step together are updated only now and then (`SlotsCache.lags`). For them,
+        counting waits until the union of what the heads read is due or a stretch of the answer
+        ends; then all steps since the last time are counted."""
         if not isinstance(self._cache, SlotsCache):
             slot.note_reads(1)
         elif slot.is_due(self._cache.behind(number)) or not self._cache.lags(number):

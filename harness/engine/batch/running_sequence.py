@@ -187,8 +187,8 @@ class RunningSequence:
 
     @property
     def crosses_bus(self) -> bool:
-        """Return whether keys and values that the host holds take time to come to the device. On a
-        CPU they lie there already."""
+        """Return whether keys and values in host memory have to cross a bus to the device, which
+        takes time. On a CPU they are there already."""
         return self._device.type != "cpu"
 
     @property
@@ -236,8 +236,8 @@ class RunningSequence:
 
     @property
     def takes_likeliest(self) -> bool:
-        """Return whether the answer goes on with the most likely token of the step, and its
-        question was over before."""
+        """Return whether the answer takes the most likely token of each step, and its question was
+        over before this one."""
         return type(self.sampler) is Greedy and not self._question and self._asked is None
 
     @property

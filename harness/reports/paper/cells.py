@@ -119,8 +119,8 @@ def _averaged(rows: Mapping[Key, Row], column: PaperColumn) -> dict[Key, Cell]:
 
 
 def _scored(row: Row, column: PaperColumn) -> Cell | None:
-    """Return the cell of a score; None if the row lacks a task of the column, or has no example of
-    a group."""
+    """Return the cell of a score; None if the row lacks a task of the column, or one of its groups
+    has no example."""
     if any(piece.task not in row for piece in column.pieces):
         return None
     kept = not any(row[piece.task].row.summary["budget"].get("not_kept") for piece in column.pieces)

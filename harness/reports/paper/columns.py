@@ -57,8 +57,8 @@ class PaperColumn:
 
 
 def groups_called(word: str, groups: Sequence[str]) -> tuple[str, ...]:
-    """Return the group of this name, or else all groups that have the word as a part of theirs, as
-    `vt/4096` has `vt` and `4096`."""
+    """Return the group of this name. If there is none, return all groups whose name has the word as
+    a part, such as `vt` or `4096` in `vt/4096`."""
     parts = tuple(group for group in groups if word in group.split("/"))
     return (word,) if word in groups else parts
 
@@ -170,8 +170,9 @@ class _Offer:
         return found
 
     def _own_average(self, item: str, scored: Sequence[str]) -> list[PaperColumn]:
-        """Return the column of an average that the layout defines, of tasks and groups that have
-        scores (`scored`: the tasks that do); none if nothing of it was run and may be missing."""
+        """Return the column of an average that the layout defines over tasks and groups with scores
+        (`scored`: the tasks that have some). Return nothing if none of them was run and the average
+        may be missing."""
         pieces: list[Piece] = []
         for member in self._averages[item]:
             found = list(self._named(str(member)))
@@ -211,9 +212,10 @@ class _Offer:
         return list(dict.fromkeys(g for one in runs for g in one.row.summary["score"]["groups"]))
 
     def _parts(self, runs: Sequence[Chosen]) -> dict[str, tuple[str, ...]]:
-        """Return the groups of a task by what tells them apart: the first part of `vt/4096` where
-        all have the same second one, or the other way round; else their names, and of many the
-        second part. Empty if there is only one group."""
+        """Return the groups of a task by the part of their names that tells them apart: the first
+        part if it differs between all of them, as in `vt/4096` and `cwe/4096`; the second part if
+        all have the same first one, or if there are many groups; otherwise the whole name. Empty if
+        there is only one group."""
         groups = self._groups(runs)
         firsts, seconds = (_by_part(groups, at) for at in (0, -1))
         if len(groups) < 2:

@@ -195,8 +195,9 @@ def paper_table(
 def _dimensions(
     layout: Layout, models: int, columns: int
 ) -> tuple[list[Dimension], list[Dimension]]:
-    """Return what rows are told apart by, and what columns. One model needs no level; several stand
-    below each other where the table would be too wide."""
+    """Return the names that tell rows apart, and those that tell columns apart. A table of one
+    model needs no level for it; several models stand below each other if the table would be too
+    wide otherwise."""
     asked: list[Dimension] = list(layout.rows) or ["model", "method", "budget"]
     if not layout.rows and models * columns <= WIDEST:
         asked.remove("model")

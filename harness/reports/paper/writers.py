@@ -97,9 +97,9 @@ def _parts(cell: Cell, table: PaperTable) -> tuple[str, str]:
 
 
 def as_latex(table: PaperTable) -> str:
-    """Return a `table` environment for \\input in a paper, with a comment that names the packages it
-    needs. To pandas the cells are numbers, those of their texts: it would escape the marks in a text
-    with the names."""
+    """Return a `table` environment for \input in a paper, with a comment that names the packages it
+    needs. pandas gets numbers as cells and prints their texts for them, because it would escape the
+    marks in a text as it does in names."""
     import numpy as np
     import pandas as pd
 
@@ -172,8 +172,8 @@ def _header(table: PaperTable, cited: Mapping[str, str]) -> Iterator[str]:
 
 
 def _named(word: str, cited: Mapping[str, str]) -> str:
-    """Return the cell of a name. A row's end or a rule before it would take a bracket for its
-    argument, and drop a star."""
+    """Return the cell of a name. A bracket or a star at its beginning is protected: the end of the
+    row or the rule before it would take a bracket for its argument, and drop a star."""
     shield = "{}" if word.lstrip().startswith(("[", STAR)) else ""
     return shield + in_latex(word) + cited.get(word, "")
 

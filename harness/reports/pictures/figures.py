@@ -122,10 +122,10 @@ def panels(
     **shared: Any,
 ) -> Panels:
     """Return a figure with so many panels, in rows of as many as the look's width holds. `width`:
-    inches of a panel at ease; `height`: of what is drawn in it, if the look leaves that open, by
-    default two thirds of its width; `of_kind`: how many of one kind follow each other, which have a
-    row of their own if it holds them; `right`: inches at the figure's right that they leave;
-    `shared`: `sharex`, `sharey`."""
+    inches that a panel needs. `height`: inches of what is drawn in it, if the look does not say; by
+    default two thirds of the width. `of_kind`: how many panels of one kind follow each other; they
+    get a row of their own if it has room for them. `right`: inches that stay free at the right of
+    the figure. `shared`: `sharex`, `sharey`."""
     fit = MOST_COLUMNS if look.inches is None else max(1, int(look.inches / NARROWEST))
     usual = of_kind if 1 < of_kind <= fit else ceil(count / ceil(count / fit))
     columns = min(count, look.columns or usual)
@@ -188,8 +188,8 @@ def tokens(length: float) -> str:
 
 
 def literal(text: str, typed: Iterable[str] = ()) -> str:
-    """Return a text in which a $ begins mathematics only within that of `typed` that it begins with:
-    a name from a record may hold any."""
+    """Return a text in which a $ does not begin mathematics, because a name from a record may hold
+    one. If the text begins with one of `typed`, a $ in that part keeps its meaning."""
     own = max(filter(text.startswith, typed), key=len, default="")
     return own + text[len(own) :].replace("$", r"\$")
 

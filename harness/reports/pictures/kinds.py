@@ -79,7 +79,8 @@ def of_paper(
 
 
 def _part(row: ReportRow, group: str) -> ReportRow | None:
-    """Return the row of the examples in the groups called so; None if it has none."""
+    """Return the row with only the examples of the groups that have this name; None if it has
+    none."""
     groups = groups_called(group, sorted({record.group for record in row.run.records}))
     run, full = (
         one and replace(one, records=[r for r in one.records if r.group in groups])
