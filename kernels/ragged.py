@@ -236,8 +236,8 @@ def spanned(x: Tensor | Ragged, start: int, end: int | PerSequence) -> Tensor:
 
 
 def too_few(x: Tensor | Ragged, count: int | PerSequence, dim: int = -1) -> bool:
-    """Return whether `count` asks more of some sequence than x has entries in dimension `dim`, the
-    one in which a `Ragged` differs; False if only the device knows the count."""
+    """Return whether some sequence of x has fewer than `count` entries in dimension `dim`, in which
+    the parts of a `Ragged` differ. Return False if only the device knows the count."""
     if isinstance(count, CountedOnDevice):
         return False
     left = (x.sizes if isinstance(x, Ragged) else x.shape[dim]) - count

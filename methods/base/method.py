@@ -93,8 +93,8 @@ class Method(metaclass=_TupleForList):
 
     @property
     def asks_ahead(self) -> bool:
-        """Return whether a decode step asks for the tokens that a layer will read while the layer
-        before it computes, which may hide their transfer."""
+        """Return whether a decode step asks for a layer's tokens already while the layer before it
+        computes, which may hide their transfer."""
         return False
 
     @property
