@@ -190,7 +190,7 @@ def _best(
     number: int,
 ) -> Iterator[Key]:
     """Yield the rows that are best in a column among those of their model and budget, and those
-    that cannot be told from them. A row without a rival is not called the best."""
+    that cannot be told from them. Where that is every row, none is called the best."""
     rivals: dict[tuple[int, int], list[Key]] = defaultdict(list)
     for key, row in rows.items():
         model, _, budget = key
@@ -205,5 +205,6 @@ def _best(
         ps = {key: _p(rows[key], records, column) for key in keys if key != best}
         known = {key: p for key, p in ps.items() if p is not None}
         adjusted = stats.holm(list(known.values()))
-        yield best
-        yield from (key for key, p in zip(known, adjusted, strict=True) if p >= ALPHA)
+        alike = [key for key, p in zip(known, adjusted, strict=True) if p >= ALPHA]
+        if len(alike) < len(keys) - 1:
+            yield from (best, *alike)

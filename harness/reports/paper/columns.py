@@ -71,7 +71,11 @@ def columns(
     place of a name."""
     offer = _Offer(chosen, layout, names)
     asked = layout.columns or offer.usual()
-    spans = asked.items() if isinstance(asked, Mapping) else [("", asked)]
+    spans = [
+        span
+        for part in ([asked] if isinstance(asked, Mapping) else asked)
+        for span in (part.items() if isinstance(part, Mapping) else [("", part)])
+    ]
     found = [
         replace(one, head=str(head))
         for head, items in spans

@@ -153,13 +153,16 @@ def test_rows_are_the_best_among_those_of_their_budget_alone_and_full_is_no_riva
     ):
         write(tmp_path, scores, method, budget)
     best = table(tmp_path)["Needle in a haystack"]["best"]
-    assert best[~best].index.tolist() == [("Full", ""), ("Quest", "20%")]
+    assert best[best].index.tolist() == [("SnapKV", "20%")]
 
 
 def test_what_cannot_be_told_from_the_best_is_bold_and_perplexity_is_best_where_it_is_low(tmp_path: Path) -> None:
     write(tmp_path, GOOD, "snapkv", 0.1)
     write(tmp_path, [*GOOD[1:], 0.0], "quest", 0.1)
-    assert table(tmp_path)["Needle in a haystack"]["best"].all()
+    assert not table(tmp_path)["Needle in a haystack"]["best"].any()  # it would say nothing
+    write(tmp_path, BAD, "h2o", 0.1)
+    best = table(tmp_path)["Needle in a haystack"]["best"]
+    assert best[~best].index.tolist() == [("H2O", "10%")]
     for method, loss in (("full", 0.0), ("h2o", 0.1), ("tova", 0.5)):
         lines = [record(f"w{i}", stop="forced", details={"nll": 2 + loss + 0.01 * i}) for i in range(30)]
         fed = {"task_info": {"metric": "perplexity"}, "presets": {"task": "wikitext2", "method": method}}
@@ -246,6 +249,7 @@ def test_an_average_of_the_task_is_a_number_in_all_rows_if_it_is_one_in_any(tmp_
             ["A"],
         ),
         ({"table": {"columns": {"Long": 1024}}}, ["Long/1024"]),
+        ({"table": {"columns": [{"Long": 1024}, "average"]}}, ["Long/1024", "Avg."]),
         ({"table": {"columns": [1], "averages": {1: 1024}}}, ["1"]),
         ({"table": {"columns": {"A": ["ruler", "vt", "average"]}}}, ["A/RULER: Avg.", "A/vt", "A/Avg."]),
     ],
