@@ -52,10 +52,10 @@ class RKVKeep(LastQueries, capturable=True, of_each={}):
         all but the window, [B G others] fp32."""
         assert self.queries is not None
         # [B G g w D]
-        grouped = self.queries.unflatten(1, (self.spec.num_kv_heads, -1)).float()
-        keys = self.store.k[:, :, :others].float().mT
+        grouped = self.queries.unflatten(1, (self.spec.num_kv_heads, -1))
         # all queries of a group at once, so that its keys are read once
-        logits = (grouped.flatten(2, 3) @ keys).unflatten(2, grouped.shape[2:4]).amax(2)
+        logits = ops.row_scores(grouped.flatten(2, 3), self.store.k[:, :, :others])
+        logits = logits.unflatten(2, grouped.shape[2:4]).amax(2)
         weights = (logits * self.spec.scale).softmax(-1).mean(2)
         return max_pool1d(weights, self.method.kernel, stride=1, padding=self.method.kernel // 2)
 

@@ -1,9 +1,9 @@
 // Finds for each vector the last other one that is like it (R-KV), among all of a sequence.
 //
 // Products of the vectors rounded to bf16 say which pairs may be alike; only these are multiplied in fp32. So the result is
-// that of fp32 at the speed of bf16. On AMX tiles, products of whole numbers of 8 bits, twice as fast, say first whether a
-// block has any such pair. Each pair is compared once, for both. Searches begin at the end and go no further than needed:
-// text repeats itself, and most keys find one soon.
+// that of fp32 at the speed of bf16. Where few pairs are alike, AMX tiles multiply whole numbers of 8 bits first, twice as
+// fast: these say which blocks have any such pair. Each pair is compared once, for both. Searches begin at the end and go
+// no further than needed: text repeats itself, and most keys find one soon.
 #include "amx.hpp"
 #include "calls.hpp"
 
@@ -18,40 +18,43 @@ static i32 maximum(i32 a, i32 b) { return a > b ? a : b; }
 
 namespace {
 
-constexpr int BLOCK = 32;  // vectors of a block, which two tiles hold
-constexpr int ROWS = 64;   // vectors that search together: with the numbers of a block they fit L1
+constexpr int BLOCK = 32;  // vectors of a block, which two tiles hold: as many search together
 constexpr int64_t MOST_ROWS = 2048, BLOCKS = 32;  // of a task, and those that all of it is compared with next: they fit L2
 constexpr float DOUBT = 0.01f;  // above what rounding two unit vectors to bf16 changes their product by, 2^-8
 
-// Holds all vectors of one KV head in numbers of fewer bits: row by row, and block by block [words][BLOCK]. Zeros fill both up.
+// Holds all vectors of one KV head, row by row, in numbers of fewer bits. Zeros fill up rows and the last block.
 template <class Number> struct Packed {
     static constexpr int EACH = 4 / sizeof(Number);  // numbers of a word
-    int64_t words, blocks;
-    Buffer<uint32_t> rows, columns;
+    int64_t words;
+    Buffer<uint32_t> rows;
 
     Packed(const float* x, int64_t count, int64_t dim)
-        : words((dim + EACH * LANES - 1) / (EACH * LANES) * LANES), blocks((count + BLOCK - 1) / BLOCK),
-          rows((count + ROWS - 1) / ROWS * ROWS * words), columns(blocks * BLOCK * words) {
-        each_task(blocks, count > 512, [&](int64_t block) {
-            const char* at[BLOCK];
-            int n = std::min<int64_t>(BLOCK, count - block * BLOCK);
-            for (int r = 0; r < n; r++) {
-                Number* to = (Number*)&rows[(block * BLOCK + r) * words];
-                const float* from = x + (block * BLOCK + r) * dim;
+        : words((dim + EACH * LANES - 1) / (EACH * LANES) * LANES), rows((count + BLOCK - 1) / BLOCK * BLOCK * words) {
+        each_task((count + BLOCK - 1) / BLOCK, count > 512, [&](int64_t block) {
+            for (int64_t r = block * BLOCK; r < std::min(block * BLOCK + BLOCK, count); r++) {
+                Number* to = (Number*)&rows[r * words];
                 int64_t c = 0;
-                for (; c + LANES <= dim; c += LANES) narrow(to + c, load<f32>(from + c));
-                if (c < dim) {
-                    alignas(LINE) float rest[LANES] = {};
-                    std::copy(from + c, from + dim, rest);
-                    narrow(to + c, load<f32>(rest));
-                }
-                at[r] = (const char*)to;
+                for (; c + LANES <= dim; c += LANES) narrow(to + c, load<f32>(x + r * dim + c));
+                f32 rest = {};
+                std::memcpy(&rest, x + r * dim + c, 4 * (dim - c));
+                if (c < dim) narrow(to + c, rest);
             }
-            transpose(at, n, words, &columns[block * BLOCK * words], BLOCK);
         });
     }
-    const uint32_t* row(int64_t i) const { return &rows[i * words]; }
-    const uint32_t* column(int64_t block) const { return &columns[block * BLOCK * words]; }
+    const uint32_t* block(int64_t number) const { return &rows[number * BLOCK * words]; }
+
+    // Returns a block [words][BLOCK], by which others are multiplied.
+    Buffer<uint32_t> columns(int64_t number) const {
+        Buffer<uint32_t> out(words * BLOCK);
+        for (int64_t w = 0; w < words; w += LANES)
+            for (int r = 0; r < BLOCK; r += LANES) {
+                u32 part[LANES];
+                for (int i = 0; i < LANES; i++) part[i] = load<u32>(block(number) + (r + i) * words + w);
+                transpose(part);
+                for (int i = 0; i < LANES; i++) store(&out[(w + i) * BLOCK + r], part[i]);
+            }
+        return out;
+    }
 };
 
 // Returns the largest of a block's products, lane by lane: most blocks have none that matters.
@@ -62,77 +65,138 @@ template <class V> V largest_of_each(const void* products) {
     return maximum(maximum(most[0], most[1]), maximum(most[2], most[3]));
 }
 
+// Returns of which of the BLOCK numbers at x `test` is true, of the first in the lowest bit.
+template <class V, class F> uint32_t which(const void* x, F test) {
+    const i32 low = test(load<V>(x)), high = test(load<V>((const char*)x + LINE));
+#if defined(__AVX512DQ__)
+    return _mm512_movepi32_mask((__m512i)low) | (uint32_t)_mm512_movepi32_mask((__m512i)high) << LANES;
+#else
+    uint32_t set = 0;
+    for (int i = 0; i < LANES; i++) set |= (low[i] & 1u) << i | (high[i] & 1u) << (LANES + i);
+    return set;
+#endif
+}
+
 // Raises a number that other threads may raise too.
 void raise_to(int32_t* number, int32_t to) {
     int32_t seen = __atomic_load_n(number, __ATOMIC_RELAXED);
     while (seen < to && !__atomic_compare_exchange_n(number, &seen, to, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
 }
 
-// Compares the ROWS vectors from `first` on with those after them, and notes for both in `found` the largest number of
+// Compares the vectors of block number `own` with those after them, and notes for both in `found` the largest number of
 // one that is like it. What another thread has just found may be seen late, which costs work but changes no result.
 struct Search {
     const LastAlike& call;
     const float* x;
-    const Packed<bf16>& packed;
+    const Packed<bf16>& fine;
     const Packed<int8_t>& coarse;
     int32_t* found;
     const bool by_tiles;
-    const int64_t first, end = std::min<int64_t>(first + ROWS, call.count);
+    const int64_t own, first = own * BLOCK, end = std::min(first + BLOCK, call.count);
+    const Buffer<uint32_t> columns = fine.columns(own), coarse_columns = coarse.columns(own);
     const float limit = (float)call.threshold;
     // Rounding changes a number by 0.5 / ONE at most, and so a product by the length of two such changes.
     const float coarse_limit = limit - std::sqrt((float)call.dim) * 1.001f / ONE - call.dim / (4 * ONE * ONE);
-    int64_t open = end - first;      // vectors that are like none after them, so far
-    bool begin_coarse = by_tiles;    // does not pay where the block before had a pair of which whole numbers say too little
+    int64_t open = end - first;  // vectors that are like none after them, so far
+    bool screens = by_tiles;     // does not pay where whole numbers spare few blocks the products in bf16
 
-    // Compares with the BLOCKS blocks before block `stop`.
+    // Compares with the BLOCKS blocks before block `stop`, the last one first.
     void run(int64_t stop) {
-        for (int64_t block = stop - 1; block >= std::max(stop - BLOCKS, first / BLOCK); block--) {
-            const int32_t* others = found + block * BLOCK;
-            // of others, one that is like a vector at or after `end` has no use for an earlier one
-            int32_t least = std::min(smallest(load<i32>(others)), smallest(load<i32>(others + LANES)));
-            if (!open && least >= end - 1) continue;
-            for (int64_t part = first; part < std::min(end, block * BLOCK + BLOCK); part += BLOCK) compare(part, block);
-        }
+        const int64_t lowest = std::max(stop - BLOCKS, own);
+        uint32_t blocks = 0;  // of use, that with number `lowest` in the lowest bit
+        for (int64_t block = lowest; block < stop; block++) blocks |= (uint32_t)is_of_use(block) << (block - lowest);
+        int some = __builtin_popcount(blocks), near = 0;
+        if (screens) blocks = screened(lowest, blocks);
+        for (int64_t block = stop - 1; block >= lowest; block--)
+            if (blocks >> (block - lowest) & 1 && is_of_use(block)) near += compare(block);
+        screens = by_tiles && 2 * near <= some;
     }
 
-    void compare(int64_t part, int64_t block) {
-        alignas(LINE) float products[BLOCK * BLOCK];
-        if (begin_coarse) {
-            multiply_tiles<false, true>(coarse.row(part), coarse.words, coarse.column(block), BLOCK, products, BLOCK,
-                                        coarse.words / LANES);
-            if (!any(largest_of_each<i32>(products) > (int32_t)(coarse_limit * ONE * ONE - 1))) return;
-        }
-        multiply(part, block, products);
-        const f32 largest = largest_of_each<f32>(products);
-        begin_coarse = by_tiles && !any(largest > coarse_limit);
-        if (!any(largest > limit - DOUBT)) return;
-        const int64_t from = block * BLOCK;
-        for (int64_t i = part; i < std::min(part + BLOCK, end); i++)
-            for (int64_t j = std::min(from + BLOCK, call.count) - 1; j > std::max(i, from - 1); j--) {
-                if (products[(i - part) * BLOCK + j - from] <= limit - DOUBT) continue;
-                if (found[i] >= j && found[j] >= i) continue;
-                float exact = 0;
-#pragma omp simd reduction(+ : exact)
-                for (int64_t c = 0; c < call.dim; c++) exact += x[i * call.dim + c] * x[j * call.dim + c];
-                if (!(exact > limit)) continue;
-                open -= found[i] <= i;
-                raise_to(found + i, j);
-                raise_to(found + j, i);
+    // Of a block's vectors, one that is like a vector at or after `end` has no use for an earlier one.
+    bool is_of_use(int64_t block) const {
+        return open || which<i32>(found + block * BLOCK, [&](i32 last) { return last < (int32_t)end - 1; });
+    }
+
+    // Returns those of `blocks` that may have a pair that is alike, by products of whole numbers: vectors look at those of one
+    // block while tiles multiply the next.
+    uint32_t screened(int64_t lowest, uint32_t blocks) const {
+        alignas(LINE) int32_t products[2][BLOCK * BLOCK] = {};
+        const int32_t bar = (int32_t)(coarse_limit * ONE * ONE - 1);
+        const int64_t words = coarse.words, row = 4 * words, column = 4 * BLOCK;
+        uint32_t alike = 0;
+        int before = 0, turn = 0;
+        auto look = [&] { alike |= (uint32_t)any(largest_of_each<i32>(products[turn]) > bar) << before; };
+        for (; blocks; blocks &= blocks - 1) {
+            const int block = __builtin_ctz(blocks);
+            const uint32_t *a = coarse.block(lowest + block), *b = coarse_columns.data();
+            SETTLE_MEMORY;
+            TILE_ZERO(0);
+            TILE_ZERO(1);
+            TILE_ZERO(2);
+            TILE_ZERO(3);
+            for (int64_t at = 0; at < words; at += LANES, a += LANES, b += LANES * BLOCK) {
+                TILE_LOAD(4, a, row);
+                TILE_LOAD(6, b, column);
+                TILE_DOT_BYTES(0, 4, 6);
+                TILE_LOAD(7, b + LANES, column);
+                TILE_DOT_BYTES(1, 4, 7);
+                TILE_LOAD(5, a + LANES * words, row);
+                TILE_DOT_BYTES(2, 5, 6);
+                TILE_DOT_BYTES(3, 5, 7);
             }
+            look();
+            int32_t* to = products[turn ^= 1];
+            TILE_STORE(0, to, column);
+            TILE_STORE(1, to + LANES, column);
+            TILE_STORE(2, to + LANES * BLOCK, column);
+            TILE_STORE(3, to + LANES * BLOCK + LANES, column);
+            before = block;
+        }
+        look();
+        return alike;
     }
 
-    // Computes products[BLOCK][BLOCK] of the vectors from `part` on and a block.
-    void multiply(int64_t part, int64_t block, float* products) const {
-        if (by_tiles) {
-            multiply_tiles<false>(packed.row(part), packed.words, packed.column(block), BLOCK, products, BLOCK,
-                                  packed.words / LANES);
-            return;
+    // Compares with one block, and returns whether screening would have asked for that.
+    bool compare(int64_t block) {
+        alignas(LINE) float products[BLOCK * BLOCK];
+        multiply(fine.block(block), products);
+        const f32 largest = largest_of_each<f32>(products);
+        if (any(largest > limit - DOUBT))
+            for (int64_t r = std::min<int64_t>(BLOCK, call.count - block * BLOCK); r--;)
+                look_for(block * BLOCK + r, products + r * BLOCK);
+        return any(largest > coarse_limit);
+    }
+
+    // Compares vector j with those of its products that come before it.
+    void look_for(int64_t j, const float* products) {
+        uint32_t alike = which<f32>(products, [&](f32 product) { return product > limit - DOUBT; });
+        if (j < end) alike &= (1u << (j - first)) - 1;
+        if (found[j] >= end - 1) alike &= which<i32>(found + first, [&](i32 last) { return last < (int32_t)j; });
+        while (alike) {
+            const int last = 31 - __builtin_clz(alike);
+            const int64_t i = first + last;
+            alike ^= 1u << last;
+            if (found[i] >= j && found[j] >= i) continue;
+            float exact = 0;
+#pragma omp simd reduction(+ : exact)
+            for (int64_t c = 0; c < call.dim; c++) exact += x[i * call.dim + c] * x[j * call.dim + c];
+            if (!(exact > limit)) continue;
+            open -= found[i] <= i;
+            raise_to(found + i, j);
+            raise_to(found + j, i);
         }
+    }
+
+    // Computes products[BLOCK][BLOCK] of a block and the vectors that search.
+    void multiply(const uint32_t* block, float* products) const {
+        const int64_t words = fine.words;
+        const uint32_t* b = columns.data();
+        if (by_tiles) return multiply_tiles<false>(block, words, b, BLOCK, products, BLOCK, words / LANES);
         for (int r = 0; r < BLOCK; r += TILE_ROWS) {
             const uint32_t* four[TILE_ROWS];
-            for (int i = 0; i < TILE_ROWS; i++) four[i] = packed.row(part + r + i);
+            for (int i = 0; i < TILE_ROWS; i++) four[i] = block + (r + i) * words;
             f32 sums[TILE_ROWS][2] = {};
-            ::multiply<BF16, 2>(four, packed.column(block), BLOCK, packed.words, sums);
+            ::multiply<BF16, 2>(four, b, BLOCK, words, sums);
             std::memcpy(products + r * BLOCK, sums, sizeof sums);
         }
     }
@@ -142,22 +206,23 @@ struct Search {
 
 EXPORT void last_alike(const LastAlike& call) {
     const bool by_tiles = has_tiles();
-    const int64_t share = call.count / (8 * omp_get_max_threads()) / ROWS * ROWS;
-    const int64_t each = std::clamp<int64_t>(share, ROWS, MOST_ROWS), tasks = (call.count + each - 1) / each;
+    const int64_t blocks = (call.count + BLOCK - 1) / BLOCK;
+    const int64_t each = std::clamp<int64_t>(blocks / (8 * omp_get_max_threads()), 1, MOST_ROWS / BLOCK);
     for (int64_t pair = 0; pair < call.pairs; pair++) {
         const float* x = call.units + pair * call.count * call.dim;
-        const Packed<bf16> packed(x, call.count, call.dim);
-        const Packed<int8_t> coarse(x, by_tiles ? call.count : 0, call.dim);
-        Buffer<int32_t> found(packed.blocks * BLOCK);
+        const Packed<bf16> fine(x, call.count, call.dim);
+        const Packed<int8_t> coarse(x, call.count, call.dim);
+        Buffer<int32_t> found(blocks * BLOCK);
         std::fill(found.begin(), found.begin() + call.count, -1);
         std::fill(found.begin() + call.count, found.end(), INT32_MAX);  // beyond the last, where nothing is sought
-        each_task(tasks, true, [&](int64_t task) {
+        each_task((blocks + each - 1) / each, true, [&](int64_t task) {
             Tiles tiles(by_tiles);
-            std::vector<Search> searches;
-            const int64_t from = (tasks - 1 - task) * each, end = std::min(from + each, call.count);
-            for (int64_t first = from; first < end; first += ROWS)
-                searches.push_back({call, x, packed, coarse, found.data(), by_tiles, first});
-            for (int64_t stop = packed.blocks; stop * BLOCK > from; stop -= BLOCKS)
+            std::vector<Search> searches;  // the last first: what it finds spares others work
+            searches.reserve(each);
+            const int64_t after = blocks - task * each, least = std::max<int64_t>(after - each, 0);
+            for (int64_t own = after - 1; own >= least; own--)
+                searches.push_back({call, x, fine, coarse, found.data(), by_tiles, own});
+            for (int64_t stop = blocks; stop > least; stop -= BLOCKS)
                 for (Search& search : searches) search.run(stop);
         });
         for (int64_t i = 0; i < call.count; i++) call.last[pair * call.count + i] = std::max(found[i], 0);
