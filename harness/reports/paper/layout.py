@@ -11,6 +11,14 @@ from harness.terminal.tables import BYTES, SECONDS, Scale
 PERCENT = ((0.01, "%"),)
 PLAIN = ((1.0, ""),)
 Size = Literal["tiny", "scriptsize", "footnotesize", "small", "normalsize"]
+# in points
+SIZES: dict[Size, int] = {
+    "tiny": 5,
+    "scriptsize": 7,
+    "footnotesize": 8,
+    "small": 9,
+    "normalsize": 10,
+}
 Dimension = Literal["model", "method", "budget", "column"]
 DIMENSIONS: tuple[Dimension, ...] = ("model", "budget", "method", "column")  # of what is no row
 

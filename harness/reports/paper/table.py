@@ -3,9 +3,11 @@ and what it lacks."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import cos, radians, sin
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,9 +16,10 @@ from harness.reports.choice import Choice, Chosen, checked, choose
 from harness.reports.columns import NOT_KEPT
 from harness.reports.compare import PERPLEXITY, Comparison
 from harness.reports.overview import ALARM
-from harness.reports.paper.cells import STAR, Cell, cells, rows_of
-from harness.reports.paper.columns import columns
-from harness.reports.paper.layout import DIMENSIONS, Dimension, Layout
+from harness.reports.paper.cells import STAR, Cell, Key, Row, cells, rows_of
+from harness.reports.paper.columns import PaperColumn, columns
+from harness.reports.paper.layout import DIMENSIONS, SIZES, Dimension, Layout
+from harness.terminal.tables import digits
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,7 +32,11 @@ NAMES: dict[Dimension, tuple[str, ...]] = {
     "budget": ("Budget",),
     "column": ("Group", "Task"),
 }
-WIDEST = 12  # columns beyond which several models stand below each other
+# points of type: of a line of LaTeX's article, and of both columns of its page
+LINE, BOTH = 345, 469
+CAPITAL, LETTER, RAISED = 7, 5, 4  # the width of a sign, typically; of one beside a number
+GAP = 12  # between columns
+CITED = 20 * LETTER  # a citation
 EMPTY = "--"  # a cell of what was not run or not measured
 PARTS = ("value", "low", "high", "marks", "best")
 
@@ -85,6 +92,12 @@ class PaperTable:
 
     def notes(self) -> Iterator[str]:
         """Yield what a reader of the table cannot see and its author must know."""
+        if self.width > self.line and not self.layout.fit:
+            yield (
+                f"In LaTeX the table is about {self.width:.0f} points wide, and a line of text "
+                f"{self.line}: give size: footnotesize, angle: 30, fit: true or fewer columns in a "
+                "file of --paper"
+            )
         for row, line in enumerate(self.rows):
             missing = [
                 " ".join(filter(None, column))
@@ -111,6 +124,51 @@ class PaperTable:
             f"{ALARM if alarm.red else 'Caution: '}{alarm.text}" for alarm in alarms
         )
 
+    def parts(self, cell: Cell) -> tuple[str, str]:
+        """Return number and interval of a cell as text."""
+        if not cell.scored:
+            return digits(cell.value), ""
+        form = f".{self.layout.digits}f"
+        interval = ""
+        if cell.low is not None and cell.high is not None:
+            distance = max(cell.value - cell.low, cell.high - cell.value)
+            interval = {
+                "pm": f"±{distance:{form}}",
+                "small": f"[{cell.low:{form}}, {cell.high:{form}}]",
+                "none": "",
+            }[self.layout.interval]
+        return f"{cell.value:{form}}", interval
+
+    @property
+    def headed(self) -> bool:
+        """True if a line above the rows of a model names it in LaTeX, where a column takes room."""
+        return len(self.row_names) > 1 and self.row_names[0] in NAMES["model"]
+
+    @property
+    def line(self) -> int:
+        """The points that a line of text has in LaTeX."""
+        return BOTH if self.layout.wide else LINE
+
+    @property
+    def width(self) -> float:
+        """The points that the table takes in LaTeX, about, unless it is drawn to fit a line."""
+        slant = radians(self.layout.angle)
+        names = [max(map(_points, some)) for some in zip(self.row_names, *self.rows, strict=True)]
+        names = names[self.headed :]
+        own = [cos(slant) * _points(line[-1]) + sin(slant) * CAPITAL for line in self.columns]
+        for (_, place), cell in self.cells.items():
+            number, interval = self.parts(cell)
+            beside = max(len(interval), len(cell.marks))
+            own[place] = max(own[place], LETTER * len(number) + RAISED * beside)
+        for level in range(len(self.columns[0]) - 1):
+            spans: dict[Line, list[int]] = defaultdict(list)
+            for place, line in enumerate(self.columns):
+                spans[line[: level + 1]].append(place)
+            for head, under in spans.items():
+                own[under[-1]] += max(0, _points(head[-1]) - sum(own[at] + GAP for at in under))
+        letters = sum(names) + sum(own) + CITED * self.layout.cite
+        return SIZES[self.layout.size or "normalsize"] / 10 * letters + GAP * len(names + own)
+
     def frame(self) -> pd.DataFrame:
         """Return the table with numbers as they are: each column has a value and, where it is a
         score, the ends of its interval, its marks, and whether it is bold."""
@@ -135,6 +193,10 @@ class PaperTable:
         return frame
 
 
+def _points(word: str) -> int:
+    return sum(CAPITAL if letter.isupper() else LETTER for letter in word)
+
+
 def _listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
@@ -148,6 +210,22 @@ def paper_table(
     chosen = choose(tables, choice, config_dirs)
     by_key = rows_of(chosen)
     found, named = cells(by_key, columns(chosen, layout, choice.names), bold=layout.bold)
+    parts = layout, chosen, by_key, found, named
+    table = _laid_out(*parts, layout.rows or ("method", "budget"))
+    if not layout.rows and table.width > table.line:
+        return _laid_out(*parts, ("model", "method", "budget"))
+    return table
+
+
+def _laid_out(
+    layout: Layout,
+    chosen: Sequence[Chosen],
+    by_key: Mapping[Key, Row],
+    found: Mapping[tuple[Key, int], Cell],
+    named: Sequence[PaperColumn],
+    asked: Sequence[Dimension],
+) -> PaperTable:
+    """Return the table of these cells, whose rows are told apart by the dimensions `asked`."""
     heads = any(one.head for one in named)
     texts: dict[Dimension, dict[int, Line]] = {
         "model": {one.places[0]: (one.model,) for one in chosen},
@@ -155,7 +233,7 @@ def paper_table(
         "budget": {one.places[3]: (one.budget,) for one in chosen},
         "column": {at: (one.head, one.name)[not heads :] for at, one in enumerate(named)},
     }
-    down, across = _dimensions(layout, len(texts["model"]), len(named))
+    down, across = _dimensions(asked, len(texts["model"]))
     spots = [
         (key, number)
         for key, row in by_key.items()
@@ -192,15 +270,9 @@ def paper_table(
     )
 
 
-def _dimensions(
-    layout: Layout, models: int, columns: int
-) -> tuple[list[Dimension], list[Dimension]]:
+def _dimensions(asked: Sequence[Dimension], models: int) -> tuple[list[Dimension], list[Dimension]]:
     """Return the names that tell rows apart, and those that tell columns apart. A table of one
-    model needs no level for it; several models stand below each other if the table would be too
-    wide otherwise."""
-    asked: list[Dimension] = list(layout.rows) or ["model", "method", "budget"]
-    if not layout.rows and models * columns <= WIDEST:
-        asked.remove("model")
+    model needs no level for it."""
     shown = [name for name in DIMENSIONS if models > 1 or name != "model"]
     down = [name for name in asked if name in shown]
     across = [name for name in shown if name not in asked]

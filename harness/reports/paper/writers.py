@@ -16,7 +16,7 @@ from harness.reports.paper.table import EMPTY, PaperTable
 from harness.reports.papers import RESULTS
 from harness.results import files
 from harness.terminal.notices import visible
-from harness.terminal.tables import Column, digits, in_markdown, markdown_table
+from harness.terminal.tables import Column, in_markdown, markdown_table
 
 BIB = RESULTS / "paper" / "methods.bib"
 # of a name that may hold any character
@@ -75,25 +75,9 @@ def as_markdown(table: PaperTable) -> str:
 
 
 def _in_markdown(cell: Cell, table: PaperTable) -> str:
-    number, interval = _parts(cell, table)
+    number, interval = table.parts(cell)
     strong = f"**{number}**" if cell.best else number
     return " ".join(filter(None, (strong + cell.marks.replace(STAR, rf"\{STAR}"), interval)))
-
-
-def _parts(cell: Cell, table: PaperTable) -> tuple[str, str]:
-    """Return number and interval of a cell as text."""
-    if not cell.scored:
-        return digits(cell.value), ""
-    form = f".{table.layout.digits}f"
-    interval = ""
-    if cell.low is not None and cell.high is not None:
-        distance = max(cell.value - cell.low, cell.high - cell.value)
-        interval = {
-            "pm": f"±{distance:{form}}",
-            "small": f"[{cell.low:{form}}, {cell.high:{form}}]",
-            "none": "",
-        }[table.layout.interval]
-    return f"{cell.value:{form}}", interval
 
 
 def as_latex(table: PaperTable) -> str:
@@ -114,7 +98,7 @@ def as_latex(table: PaperTable) -> str:
     style = style.format_index(lambda word: _named(word, cited))
     said = layout.caption or in_latex(table.title)
     drawn = style.to_latex(
-        column_format="l" * names + "c" * len(over),
+        column_format="l" * (names - table.headed) + "c" * len(over),
         environment="table*" if layout.wide else "table",
         position="tb",
         position_float="centering",
@@ -128,7 +112,7 @@ def as_latex(table: PaperTable) -> str:
     body = [
         line
         for row, text in enumerate(lines[middle + 1 : bottom])
-        for line in ([r"\midrule"] if row in table.breaks else []) + [text]
+        for line in (*_above(table, row), text.partition(" & ")[2] if table.headed else text)
     ]
     lines = [
         *lines[: top + 1],
@@ -147,10 +131,20 @@ def as_latex(table: PaperTable) -> str:
     return "\n".join([rf"% \usepackage{{{','.join(packages)}}}", *lines, ""])
 
 
+def _above(table: PaperTable, row: int) -> Iterator[str]:
+    """Yield the lines above a row: a rule, and the name of its model if that is no column."""
+    if row in table.breaks:
+        yield r"\midrule"
+    model, *_ = table.rows[row]
+    if table.headed and (row == 0 or table.rows[row - 1][0] != model):
+        size = len(table.row_names) - 1 + len(table.columns)
+        yield rf"\multicolumn{{{size}}}{{l}}{{\textit{{{in_latex(model)}}}}} \\"
+
+
 def _header(table: PaperTable, cited: Mapping[str, str]) -> Iterator[str]:
     """Yield the lines above the rows: a heading spans what it is over, with a rule below it, and the
     last line names the columns and, on their left, the levels of a row."""
-    names = list(map(in_latex, table.row_names))
+    names = list(map(in_latex, table.row_names[table.headed :]))
     depth = len(table.columns[0])
     for level in range(depth):
         is_last = level == depth - 1
@@ -184,7 +178,7 @@ def in_latex(text: str) -> str:
 
 
 def _in_latex(cell: Cell, table: PaperTable) -> str:
-    number, interval = _parts(cell, table)
+    number, interval = table.parts(cell)
     strong = rf"\textbf{{{number}}}" if cell.best else number
     above = "".join(map(MARKS.__getitem__, cell.marks))
     raised = f"^{{{above}}}" if above else ""

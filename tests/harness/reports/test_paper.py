@@ -262,17 +262,38 @@ def test_models_stand_side_by_side_or_below_each_other_and_a_table_may_be_turned
     shutil.copytree(root, tmp_path / "runs")
     write(tmp_path / "runs", GOOD, "full", **OTHER)
     write(tmp_path / "runs", BAD, "snapkv", 0.1, **OTHER)
-    wide = made(tmp_path / "runs", table={"columns": ["score"]})
+    wide = made(tmp_path / "runs", table={"columns": ["score"], "size": "scriptsize"})
     assert wide.columns[0] == ("A_model & more", "Needle in a haystack")
     assert wide.rows[:2] == [("Full", ""), ("Quest", "10%")]
     long = made(tmp_path / "runs", table={"rows": ["model", "method", "budget"]})
     assert long.rows[:3] == [("A_model & more", "Full", ""), ("A_model & more", "SnapKV", "10%"), ("tiny", "Full", "")]
     assert long.breaks == {1, 2, 3}
+    assert "}{l}{\\textit{tiny}} \\\\\nFull &" in as_latex(long)
     turned = made(root, tasks=["ruler"], names={"10%": "1/10"}, table={"rows": ["column"]})
     assert turned.rows == [("vt",), ("cwe",), ("Avg.",)]
     assert turned.columns == [("", "Full"), ("1/10", "Quest"), ("1/10", "SnapKV"), ("20%", "SnapKV")]
     assert r" & Full & Quest & SnapKV & SnapKV \\" in as_latex(turned)
     assert r"\multicolumn{2}{c}{1/10}" in as_latex(turned)
+
+
+def test_models_stand_below_each_other_where_a_line_is_too_short_and_a_wider_table_is_told(
+    root: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(root, tmp_path / "runs")
+    write(tmp_path / "runs", GOOD, "full", **OTHER)
+    long = made(tmp_path / "runs", names={"niah": "A long name of a task"})
+    assert long.row_names == ["Model", "Method", "Budget"]
+    assert long.width < long.line
+    narrow = made(
+        tmp_path / "runs", names={"niah": "A long name of a task"}, table={"size": "scriptsize", "wide": True}
+    )
+    assert narrow.row_names == ["Method", "Budget"]
+    columns = {"columns": ["groups", "score", "kv_device", "moved"]}
+    wide = made(root, table=columns)
+    assert next(wide.notes()).startswith(
+        f"In LaTeX the table is about {wide.width:.0f} points wide, and a line of text 345"
+    )
+    assert "In LaTeX" not in next(made(root, table=columns | {"fit": True}).notes())
 
 
 @pytest.mark.parametrize(
