@@ -91,7 +91,7 @@ def along(tables: Sequence[Comparison], look: Look) -> Drawn:
         figures.spaced(axes)
     return Drawn(
         drawn.figure,
-        "Costs along the answers; a point stands for the tokens since the one before it",
+        "Costs along the answers (log axis); a point stands for the tokens since the one before it",
     )
 
 

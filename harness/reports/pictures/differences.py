@@ -46,8 +46,10 @@ def differences(tables: Sequence[Comparison], look: Look) -> Drawn:
     shown = [(table, rows) for table in tables if (rows := _by_name(table))]
     names = list(dict.fromkeys(name for _, rows in shown for name in rows))
     names.sort(key=lambda name: fmean(rows[name].mean for _, rows in shown if name in rows))
+    letters = max(len(line) for name in names for line in broken(name).splitlines())
+    aside = letters * figures.LETTER * look.small / 72
     height = 1.6 * look.font / 72 * len(names)
-    drawn = figures.panels(len(shown), look, 4.2, height, sharey=True)
+    drawn = figures.panels(len(shown), look, 4.2, height, aside=aside, sharey=True)
     for axes, (table, rows) in zip(drawn.axes, shown, strict=True):
         axes.axvline(0, color=figures.SOFT, linewidth=0.8, zorder=1)
         for place, name in enumerate(names):

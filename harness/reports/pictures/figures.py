@@ -31,6 +31,7 @@ WIDTHS = {"single": 3.3, "double": 7.0}  # inches: of a paper's column, and of i
 SMALLEST = 7  # points of type
 LETTER = 0.56  # width of a letter as a share of its height, the mean of DejaVu Sans
 NARROWEST, LOWEST = 1.6, 1.2  # inches of a panel
+CLOSE = 2  # points between names of ticks
 NARROWEST_NAME = 0.6  # inches of a column of the legend
 MOST_COLUMNS = 4
 DPI = 160  # of the report's page
@@ -88,7 +89,7 @@ class Panels(NamedTuple):
 
     def fill(self, text: str) -> str:
         """Break a text into lines that are no wider than a panel."""
-        return textwrap.fill(text, self.letters)
+        return textwrap.fill(text, self.letters, break_on_hyphens=False)
 
     def label(self, across: str, up: str) -> None:
         """Say at the left and at the bottom of the figure what all panels show across and up."""
@@ -118,14 +119,14 @@ def panels(
     height: float | None = None,
     *,
     of_kind: int = 1,
-    right: float = 0,
+    aside: float = 0,
     **shared: Any,
 ) -> Panels:
     """Return a figure with so many panels, in rows of as many as the look's width holds. `width`:
     inches that a panel needs. `height`: inches of what is drawn in it, if the look does not say; by
     default two thirds of the width. `of_kind`: how many panels of one kind follow each other; they
-    get a row of their own if it has room for them. `right`: inches that stay free at the right of
-    the figure. `shared`: `sharex`, `sharey`."""
+    get a row of their own if it has room for them. `aside`: inches beside the panels.
+    `shared`: `sharex`, `sharey`."""
     fit = MOST_COLUMNS if look.inches is None else max(1, int(look.inches / NARROWEST))
     usual = of_kind if 1 < of_kind <= fit else ceil(count / ceil(count / fit))
     columns = min(count, look.columns or usual)
@@ -137,7 +138,7 @@ def panels(
     grid = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
     for axes in grid[count:]:
         axes.remove()
-    letters = max(1, int(60 * (whole - right) / columns / LETTER / look.font))
+    letters = max(1, int(60 * (whole - aside) / columns / LETTER / look.font))
     return Panels(figure, grid[:count], columns, inside, letters)
 
 
@@ -171,14 +172,15 @@ def extent(axes: Axes, text: str, size: float) -> tuple[float, float]:
 
 
 def spaced(axes: Axes) -> None:
-    """Leave out the names of ticks that would meet the one before them. The figure's layout must be
-    final."""
+    """Leave out the names of ticks that would come close to the one before them. The figure's layout
+    must be final."""
+    gap = axes.figure.dpi * CLOSE / 72
     for axis, low, high in ((axes.xaxis, 0, 2), (axes.yaxis, 1, 3)):
         shown = [tick for tick in axis.get_ticklabels() if tick.get_visible() and tick.get_text()]
         extents = [tick.get_window_extent().extents for tick in shown]
         end = float("-inf")
         for extent, tick in sorted(zip(extents, shown, strict=True), key=lambda one: one[0][low]):
-            tick.set_visible(extent[low] > end)
+            tick.set_visible(extent[low] > end + gap)
             end = max(end, extent[high]) if tick.get_visible() else end
 
 

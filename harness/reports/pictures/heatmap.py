@@ -111,7 +111,7 @@ def needles(tables: Sequence[Comparison], look: Look) -> Drawn:
     lines = max(len(cells.down) for cells in grids.values())
     columns = max(len(cells.across) for cells in grids.values())
     height = 1.7 * look.small / 72 * lines
-    drawn = figures.panels(len(grids), look, 1.3 + 0.4 * columns, height, right=0.6)
+    drawn = figures.panels(len(grids), look, 1.3 + 0.4 * columns, height, aside=0.6)
     names = {(*cells.down, "", *cells.across) for cells in grids.values()}
     for axes, (heading, cells) in zip(drawn.axes, grids.items(), strict=True):
         image = axes.pcolormesh(

@@ -17,7 +17,7 @@ from harness.reports.pictures.figures import Drawn, Look
 from harness.reports.pictures.lines import handles, is_full, styles
 
 CAPTION = (
-    "Median time per token after the second, by the median length of prompts; lines join the "
+    "Median time per token after the second, by the median length of prompts (log axis); lines join the "
     "lengths of a method at the budget that stands at their end"
 )
 # a row of each method and budget, with the tokens of its prompts, the fewest first, and

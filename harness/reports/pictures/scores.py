@@ -23,7 +23,8 @@ from harness.reports.pictures.lines import FULL_STYLE, Styles, handles, is_full,
 from harness.results.fact import total
 from methods.tiers.tier import DEVICE, TIERS, bytes_key
 
-SHARES = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+# of an axis of shares in percent
+TICKS = [digit * 10**power for power in range(-1, 3) for digit in (1, 2, 3, 5, 7)]
 BAR = 2  # points: the width of an interval
 CROWDED = 6  # from so many lines on, intervals cover more than they say
 FRONT: dict[str, Any] = {"color": figures.SOFT, "linewidth": 0.9, "linestyle": ":"}
@@ -158,6 +159,7 @@ def frontier(tables: Sequence[Comparison], look: Look) -> Drawn:
             axes.plot(*zip(*reached, strict=True), drawstyle="steps-post", **FRONT)
     without = 0
     for axes, panel in zip(drawn.axes, panels, strict=True):
+        figures.spaced(axes)
         named = [
             (
                 (cost, 100 * row.summary["score"]["mean"]),
@@ -170,7 +172,8 @@ def frontier(tables: Sequence[Comparison], look: Look) -> Drawn:
         without += write_beside(axes, named, look.small)
     caption += ["dotted: the Pareto front of complete rows", "at the points: budgets"]
     meanings = dict.fromkeys(
-        f"{panel.cost.name.partition(' (')[0]}: {panel.cost.meaning}" for panel in panels
+        f"{panel.cost.name.partition(' (')[0]}: {panel.cost.meaning}{', log axis' * panel.cost.log}"
+        for panel in panels
     )
     room = [f"budgets without room at their points: {without}"] * bool(without)
     return Drawn(drawn.figure, "; ".join(["Scores against costs", *caption, *meanings, *room]))
@@ -211,9 +214,10 @@ def by_budget(tables: Sequence[Comparison], look: Look) -> Drawn:
     for axes, panel in zip(drawn.axes, panels, strict=True):
         costs = {cost for cost, _ in chain.from_iterable(panel.points.values())}
         axes.xaxis.set_major_locator(FixedLocator(sorted(costs)))
+        axes.margins(x=0.12)  # holds the lines at the sides
     for axes in drawn.axes:
         figures.spaced(axes)
-    return Drawn(drawn.figure, "; ".join(["Scores against budgets", *caption]))
+    return Drawn(drawn.figure, "; ".join(["Scores against budgets (log axis)", *caption]))
 
 
 def _fed(tables: Sequence[Comparison]) -> str | None:
@@ -319,7 +323,7 @@ def _scale(axes: Axes, cost: Cost) -> None:
     if cost.log:
         axes.set_xscale("log")
         low, high = axes.get_xlim()
-        axes.set_xticks([share for share in SHARES if low <= share <= high])
+        axes.set_xticks([tick for tick in TICKS if low <= tick <= high])
         axes.xaxis.set_minor_locator(NullLocator())
     else:
         # else from 0 on would leave the lines too little room

@@ -362,6 +362,32 @@ def test_few_methods_show_their_front_and_intervals(tmp_path: Path) -> None:
     assert len(axes.collections) == 2  # intervals of Full's and of H2O's
 
 
+def test_a_short_axis_of_shares_has_several_plain_numbers_and_the_caption_says_that_it_is_logarithmic(
+    tmp_path: Path,
+) -> None:
+    for budget, read in ((None, 100.0), (0.3, 30.0), (0.5, 50.0)):
+        write_run(tmp_path, [record("a", attended_prompt=read)], "quest" if budget else "full", budget=budget)
+    shown = kinds.of_paper("frontier", choose(tables_of(tmp_path), Choice()), Look(costs=["read"]))
+    names = [text.get_text() for text in shown.figure.axes[0].get_xticklabels() if text.get_visible()]
+    assert names == ["30", "50", "70", "100"]
+    assert "reads per step, log axis" in shown.caption
+
+
+@pytest.mark.parametrize("kind", ["differences", "needles"])
+def test_a_long_heading_is_broken_at_spaces_and_stays_on_the_figure(kind: str, runs: Path) -> None:
+    heading = "Small-Language-2 with our own my-lora"
+    [table] = tables_of(runs)
+    entries = [replace(row, label=heading) for row in table.entries]
+    with figures.styled():
+        figure, _ = kinds.KINDS[kind].draw([Comparison(heading, table.metric, entries)], COLUMN)
+    titles = [axes.title for axes in figure.axes if axes.get_title()]
+    assert titles
+    for title, box in visible(figure).items():
+        assert box.x0 >= 0, title
+        assert box.x1 <= figure.bbox.x1, title
+    assert all(heading in title.get_text().replace("\n", " ") for title in titles)
+
+
 def test_twelve_methods_are_told_apart(tmp_path: Path) -> None:
     figure = draw("frontier", write_frontier(tmp_path, METHODS), Look(width="double"))
     shown = [style for style, points in lines_of(figure.axes[0]) if len(points[0]) == 3]
