@@ -215,6 +215,10 @@ def _damage(place: str, remedy: str = "fetch it again") -> Iterator[None]:
     `place`, and the `remedy`."""
     try:
         yield
+    except UnicodeDecodeError as error:
+        raise TaskError(
+            f"{place} is not UTF-8 ({error}): save it as UTF-8, or fetch it again"
+        ) from error
     except (ValueError, RecursionError, BadZipFile, zlib.error, EOFError) as error:
         raise TaskError(f"{place} is cut short or damaged ({error}): {remedy}") from error
 
@@ -230,13 +234,18 @@ def _parse(content: Content) -> Any:
         return json.loads(content.data)
     if suffix == ".csv":
         return _parse_csv(content.data.decode("utf-8-sig"))  # Excel begins with a mark
-    rows = []
+    rows, faults = [], list[str]()
     # at newlines only, since other line ends may stand inside a string
     for number, line in enumerate(content.data.split(b"\n"), 1):
         try:
             rows += [json.loads(line)] if line.strip() else []
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"line {number} is not JSON") from error
+        except UnicodeDecodeError:
+            raise
+        except (ValueError, RecursionError):
+            faults.append(f"line {number}")
+    if faults:
+        more = f" and {len(faults) - NAMED_FILES} more" * (len(faults) > NAMED_FILES)
+        raise ValueError(f"{', '.join(faults[:NAMED_FILES])}{more}: no JSON")
     return rows
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -92,6 +93,14 @@ class Rows(Task):
             )
         # a command line cannot hold a line break
         object.__setattr__(self, "template", self.template.replace(r"\n", "\n"))
+        if unknown := {*re.findall(r"(?<![\w{]){[^\W\d]\w*}", self.template)} - {
+            "{context}",
+            "{question}",
+        }:
+            raise TaskError(
+                f"task.template holds {', '.join(sorted(unknown))}, which no text replaces: write {{context}} and "
+                "{question}, and name other columns by task.context and task.question"
+            )
         before, _, after = self.template.rpartition("{context}")
         if "{context}" in before or "{question}" in before or "{question}" not in after:
             raise TaskError(
@@ -220,7 +229,7 @@ class Rows(Task):
         before, document, after = self.template.rpartition("{context}")
         texts: dict[str, Shape] = {self.question: _TEXT}
         if document:
-            texts[self.context] = "text"
+            texts[self.context] = _TEXT
         answers = self._answers(row, row.get(self.answers), texts)
         question = after.replace("{question}", row[self.question])
         if not document:  # then the whole prompt is the context
@@ -252,7 +261,8 @@ class Rows(Task):
             if given is None
             else row | {self.answers: given if isinstance(given, list) else [given]}
         )
-        shape = shape | {self.answers: [_NAME, ...]}
+        wanted = f"{_NAME} or a list of texts" if given is None else [_NAME, ...]
+        shape = shape | {self.answers: wanted}
         if self.group is not None:
             shape |= {self.group: _NAME}
         for name, kind in shape.items():

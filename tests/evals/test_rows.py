@@ -52,11 +52,13 @@ def examples(source: str, **changes: Any) -> list[Example]:
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
 def test_every_kind_of_file_gives_the_same_examples(tmp_path: Path, suffix: str) -> None:
     source = write(tmp_path / f"mine.{suffix}", ROWS)
-    first, second, third = examples(source, **NAMES, group="kind", template=r"Read:\n{context}\nQ: {question} A:")
+    first, second, third = examples(
+        source, **NAMES, group="kind", template=r"Read \box{a}:\n{context}\nQ: {question} A:"
+    )
     assert (first.id, first.group, first.references) == ("mine-1", "name", ("Ada Lind", "Lind"))
-    assert (first.context, first.question) == (f"Read:\n{LONG}", "\nQ: Who? A:")
+    assert (first.context, first.question) == (f"Read \\box{{a}}:\n{LONG}", "\nQ: Who? A:")
     assert (second.question, second.references, second.group) == ("\nQ: When {context}? A:", ("1987",), "year")
-    assert (third.context, third.id) == ("Read:\nGrüße, 日本!", "mine-3")
+    assert (third.context, third.id) == ("Read \\box{a}:\nGrüße, 日本!", "mine-3")
     assert [example.unit for example in (first, second, third)] == ["mine-1", "mine-1", "mine-3"]
     (whole,) = examples(source, **NAMES, template="{question}?", samples=1)
     assert (whole.context, whole.question, whole.group) == ("Who??", "", "mine")
@@ -91,7 +93,7 @@ def test_the_last_user_turn_of_a_chat_is_the_question(tmp_path: Path, suffix: st
     ],
 )
 def test_scorers_are_named(tmp_path: Path, scorer: str, answers: list[str], scores: dict[str, Any]) -> None:
-    source = write(tmp_path / "mine.jsonl", [{"context": "", "question": "?", "answers": answers}])
+    source = write(tmp_path / "mine.jsonl", [{"context": "c", "question": "?", "answers": answers}])
     task, (example,) = Rows(source, scorer=scorer), examples(source, scorer=scorer)
     assert {output: task.score(example, output) for output in scores} == {o: Score(v) for o, v in scores.items()}
 
@@ -102,7 +104,7 @@ def halved(output: str, answers: tuple[str, ...]) -> float:
 
 def test_a_scorer_of_ones_own_gives_a_number_from_0_to_1(tmp_path: Path) -> None:
     scorer = "tests.evals.test_rows:halved"
-    source = write(tmp_path / "mine.jsonl", [{"context": "", "question": "?", "answers": "wrong"}])
+    source = write(tmp_path / "mine.jsonl", [{"context": "c", "question": "?", "answers": "wrong"}])
     (example,) = examples(source, scorer=scorer)
     with pytest.raises(TaskError, match=r"gave 10\.0 for mine-1"):
         Rows(source, scorer=scorer).score(example, "wrong")
@@ -116,10 +118,12 @@ def test_a_scorer_of_ones_own_gives_a_number_from_0_to_1(tmp_path: Path) -> None
 def test_all_wrong_rows_are_named_before_the_first_is_asked(tmp_path: Path) -> None:
     good = {"context": "c", "question": "q", "answers": "a", "kind": 3}
     wrong: list[dict[str, Any]] = [
-        {"context": None}, {"question": " "}, {"answers": [" "]}, {"answers": 1.5}, {"kind": None}
+        {"context": ""}, {"question": " "}, {"answers": [" "]}, {"answers": 1.5}, {"kind": None}
     ]  # fmt: skip
     source = write(tmp_path / "mine.jsonl", [good, *(good | change for change in wrong)])
-    says = r"mine\.jsonl: row 2 has null as 'context', .* text; row 3 .*'question'.*; row 4 has \" \" as 'answers\[0\]'"
+    says = (
+        r"mine\.jsonl: row 2 has \"\" as 'context', .* blank; row 3 .*'question'.*; row 4 has \" \" as 'answers\[0\]'"
+    )
     with pytest.raises(TaskError, match=rf"{says}.*; 2 more rows are wrong: correct"):
         examples(source, samples=1, group="kind")
     source = write(tmp_path / "mine.jsonl", [{"context": "c", "Why?": None, "answers": "a"}])
@@ -144,12 +148,18 @@ def test_all_wrong_rows_are_named_before_the_first_is_asked(tmp_path: Path) -> N
         ),
         ('{"context": "c", "question": "q", "answers": "a"}', {"group": "kind"}, "task.group=kind is no column"),
         ('{"context": "c", "question": "q", "answers": "a"}', {"scorer": "choice"}, "row 1 has no letter A to D"),
-        ('{"context": "c"}\n{"question', {}, r"line 2 is not JSON\): correct the file"),
+        (
+            '{"context": "c"}\n{"question\n' + "x\n" * 4,
+            {},
+            r"line 2, line 3, line 4 and 2 more: no JSON\): correct the",
+        ),
+        ('{"context": "c", "question": "q", "answers": null}', {}, "null as 'answers', .* text .* or a list of texts"),
+        ('{"context": "\udce9t\udce9"}', {}, "is not UTF-8 .*: save it as UTF-8"),
         ("", {}, "holds no rows: correct"),
     ],
 )
 def test_a_wrong_file_is_named(tmp_path: Path, text: str, changes: dict[str, Any], says: str) -> None:
-    (tmp_path / "mine.jsonl").write_text(text)
+    (tmp_path / "mine.jsonl").write_text(text, errors="surrogateescape")
     with pytest.raises(TaskError, match=says):
         examples(str(tmp_path / "mine.jsonl"), **changes)
 
@@ -176,6 +186,7 @@ def test_a_wrong_table_is_named(tmp_path: Path, text: str, says: str) -> None:
         ({"scorer": "bleu"}, "choose one of exact, contains"),
         ({"template": "{question} {context}"}, "{context} only before it"),
         ({"template": "{context}"}, "must hold {question}"),
+        ({"template": "{ctx} {question}"}, "holds {ctx}, which no text replaces: write {context} and {question}"),
         ({"template": "{context} {context} {question}"}, "{context} only before it and once"),
         ({"samples": 0}, "give 1 or more"),
     ],
