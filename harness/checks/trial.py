@@ -18,7 +18,7 @@ from methods.abilities import ability
 from methods.abilities.bounded_answer import CountedAnswer
 from methods.base import AttnInput, Budget, Method
 from methods.full import Full
-from methods.layers.returned import unwritten
+from methods.layers.returned import unchanged, unwritten
 from methods.tiers.tier import DEVICE
 
 BUDGET = 0.4  # of the prompt, where a check needs no other
@@ -45,25 +45,21 @@ class Step(NamedTuple):
 
 
 class WatchedCache(LoopCache):
-    """Raise an error when a layer changes in place what others read after it: the tensors that it
-    is given, and the rows that it has stored when it seals. Steps are watched by every cache."""
+    """Raise an error when attention comes out as NaN, or a layer changes in place what others read
+    after it: the tensors that it is given, and the rows that it has stored when it seals. Steps are
+    watched by every cache."""
 
     def attend(self, layer: int, x: AttnInput) -> Tensor:
-        given = {"q": x.q, "k": x.k, "v": x.v, "hidden": x.hidden}
-        before = {name: tensor.clone() for name, tensor in given.items()}
-        out = super().attend(layer, x)
-        for name, tensor in given.items():
-            if not torch.equal(tensor, before[name]):
-                method = type(getattr(self.layers[layer], "method", self.layers[layer])).__name__
-                raise Broken(
-                    f"In layer {layer} of {method}, x.{name} was changed in place, and other methods of a shared "
-                    f"prefill and the exact attention of fidelity read it afterwards: change a copy, x.{name}.clone(), "
-                    "and what is stored by layer.write(rows, k=..., v=...)"
-                )
+        with unchanged(self.layers[layer], x):
+            out = super().attend(layer, x)
+        if not out.isfinite().all():
+            raise Broken(
+                f"In layer {layer}, attention came out as NaN or infinite: look for what the method writes or divides"
+            )
         return out
 
     def close(self, layer: int) -> None:
-        why = "rows that are still on their way to a store of conversations would change with them"
+        why = "copies of the cache, which share these rows, would change with them"
         with unwritten(self.layers[layer], "the seal", why):
             super().close(layer)
 

@@ -13,7 +13,7 @@ group; any other job is a group by itself. An error of one job leaves the others
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -30,7 +30,7 @@ from harness.jobs.examples import PreparedExample, by_context, room
 from harness.jobs.job import Job, Presets
 from harness.jobs.memory import conversation_bytes
 from harness.jobs.prefill import Prefilled, SharedPrefill, Usage
-from harness.jobs.questions import Failed, let_go
+from harness.jobs.questions import Failed, let_go, refuse_to_go_on
 from harness.jobs.runner import Runner
 from harness.models.base import LoadedModel, ModelSource
 from harness.results.compared import averages
@@ -40,6 +40,7 @@ from harness.results.run_folder import SETTINGS, Run, StoredRun, read_records
 from harness.terminal.notices import lasting_output, say_once, warn
 from harness.terminal.progress import announce, progress
 from methods.base import AttnInput, KVLayer, LayerSpec, Method, refuse_other_than_method
+from methods.layers.returned import unchanged
 
 # settings that `python -m harness` reads before it runs jobs
 OF_COMMANDS = ("dry_run", "wandb.project")
@@ -365,7 +366,11 @@ def _prefill(
     def absorb(run: _OpenRun, layer: KVLayer, x: AttnInput) -> None:
         if run.prefill_error is None:
             try:
-                layer.absorb(x)
+                # until the run's first prompt is sealed, as it checks what methods return
+                with (
+                    unchanged(layer, x) if "first" in layer.cache.checks.pending else nullcontext()
+                ):
+                    layer.absorb(x)
             except Exception as error:
                 run.prefill_error = error
 
@@ -391,5 +396,6 @@ def _prefill(
             let_go(run.prefill_error)
         else:
             with _failing(run):
+                refuse_to_go_on(run.prefill_error)
                 for item in lacking:
                     run.give_up(Failed(item, run.prefill_error))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from methods.base import KVLayer
+from methods.base import AttnInput, KVLayer
 from methods.pools import KVStore
 
 
@@ -35,13 +35,38 @@ def unwritten(layer: KVLayer, what: str = "a step", why: str = OF_A_STEP) -> Ite
     before = [rows.clone() for _, rows in held]
     yield
     for (name, rows), old in zip(held, before, strict=True):
-        if not torch.equal(rows.view(torch.uint8), old.view(torch.uint8)):
+        if not _same(rows, old):
             method = type(getattr(layer, "method", layer)).__name__
             rows_of = "keys" if name == "k_rows" else "values"
             raise ReturnedError(
                 f"In layer {layer.spec.index} of {method}, {what} changed stored {rows_of} in place, so {why}: "
                 "write with layer.write(rows, k=..., v=...)."
             )
+
+
+@contextmanager
+def unchanged(layer: KVLayer, x: AttnInput) -> Iterator[None]:
+    """Raise `ReturnedError` if this block, in which `layer` takes `x` in, changes a tensor of `x` in
+    place. Other methods of a shared prefill read these, so they are put right first."""
+    before = {name: getattr(x, name).clone() for name in ("q", "k", "v", "hidden")}
+    try:
+        yield
+    finally:
+        for name, old in before.items():
+            given = getattr(x, name)
+            if not _same(given, old):
+                given.copy_(old)
+                raise ReturnedError(
+                    f"In layer {layer.spec.index} of {type(getattr(layer, 'method', layer)).__name__}, x.{name} was "
+                    "changed in place, and other methods of a shared prefill and the exact attention of fidelity read "
+                    f"it afterwards: change a copy, x.{name}.clone(), and what is stored by layer.write(rows, k=..., "
+                    "v=...)."
+                )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors hold the same bytes, so that NaN equals itself."""
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def check_rows(

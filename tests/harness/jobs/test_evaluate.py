@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import pytest
@@ -21,11 +23,12 @@ from harness.results.files import read_json
 from harness.results.lock import is_locked
 from harness.results.records import StoreError
 from harness.results.run_folder import StoredRun
+from methods.base import AttnInput
 from methods.full import Full
 from methods.infllm import InfLLM
 from methods.lm_infinite import LMInfinite
 from methods.oracle import Oracle
-from methods.streaming import Streaming
+from methods.streaming import Streaming, StreamingKeep
 from tests import forks
 from tests.failures import third_record_fails
 from tests.fake_records import rewrite
@@ -318,6 +321,28 @@ def test_a_method_with_a_prefill_of_its_own_runs_beside(tmp_path: Path) -> None:
     assert by_method["infllm"].summary["full"]["mean"] == by_method["full"].summary["score"]["mean"]
     alone = evaluate(infllm, task, MODEL, settings(tmp_path, budget=0.6, baseline="off"))
     assert (alone.folder, alone.records) == (by_method["infllm"].folder, by_method["infllm"].records)
+
+
+class Writes(StreamingKeep):
+    def observe(self, x: AttnInput) -> None:
+        x.v.mul_(0.9)
+
+
+class Careless(Streaming):
+    policies = (Writes,)
+
+
+def test_a_method_that_writes_into_a_shared_prompt_fails_alone(tmp_path: Path) -> None:
+    shared, found = settings(tmp_path, shared_prefill=True, budget=0.5, baseline="off"), list[Any]()
+    for methods in ((PQ, STREAMING), (Careless(), PQ, Careless(sinks=1), STREAMING)):
+        for folder in tmp_path.iterdir():
+            rmtree(folder)
+        errors = list[Exception]()
+        jobs = [Job.plan(method, niah(depths=2), MODEL, shared) for method in methods]
+        found.append(sorted(map(without_times, evaluate_together(jobs, errors.append)), key=str))
+    assert found[0] == found[1]
+    assert len(errors) == 2
+    assert all(re.match(r"In layer 0 of Careless, x\.v was .* in place, .*: change a copy", str(one)) for one in errors)
 
 
 @both
