@@ -107,6 +107,8 @@ def outcome(check: Check, trial: Trial) -> tuple[str, str]:
 def _asked(words: Sequence[str], config_dirs: Sequence[Path]) -> tuple[str, Method]:
     """Return the method that the words of the command line name, and its name."""
     keys = words_of(words)
+    if bare := next((word for word in words if "=" not in word), None):
+        raise SettingsError(f"Cannot read {bare!r}: write method={bare}.")
     for key, value in keys.items():
         if key.partition(".")[0] != "method":
             raise SettingsError(

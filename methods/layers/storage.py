@@ -172,6 +172,13 @@ class Storage(KVLayer):
                 f"{type(self.method).__name__} cannot write keys and values: {reason}."
             )
         self.check_rows("layer.write was given", rows, self.store.length, heads=(self.heads,))
+        wanted = *rows.shape, self.spec.head_dim
+        for name, x in (("k", k), ("v", v)):
+            if x is not None and x.shape != wanted:
+                raise ValueError(
+                    f"In layer {self.spec.index} of {type(self.method).__name__}, layer.write was given {name} of "
+                    f"shape {list(x.shape)}. Wanted is {list(wanted)}, one vector for each of `rows`."
+                )
         self.store.write(rows, k, v)
 
     def check_rows(

@@ -32,6 +32,11 @@ IN_PLACE = {  # what a user writes at first, and what is wrong
         "v.scatter_(2, rows.unsqueeze(3).expand(*rows.shape, v.shape[3]), self._merged(k, v, rows))",
         "In layer 0 of Mine, the seal changed stored values in place, .*: write with layer.write",
     ),
+    "rows of another shape": (
+        "v=self._merged(k, v, rows))",
+        "v=self._merged(k, v, rows)[:, :, :1])",
+        r"In layer 0 of Mine, layer.write was given v of shape \[1, 2, 1, 16\]. Wanted is \[1, 2, \d\d, 16\]",
+    ),
     "a step": (
         "self.layer.write(rows, v=self._merged(k, v, rows))",
         "(v if self.layer.closed else v.clone())[:, :, 0] *= 2",
@@ -98,6 +103,11 @@ class Loud(LagKeep):
 class Rewritten(LagKeep):
     def observe(self, x: AttnInput) -> None:
         self.store.v[:, :, :1] *= 2
+
+
+class Divides(LagKeep):
+    def decode(self, x: AttnInput) -> Tensor:
+        return super().decode(x) * (self.store.k - self.store.k).sum().reciprocal() * 0
 
 
 class Greedy(LagKeep):
@@ -186,6 +196,7 @@ class Wide(LagKeep):
 
 
 FLAWS: list[tuple[str, Any, str]] = [  # check, policy, what it says
+    ("runs", Divides, "In layer 0, attention came out as NaN or infinite"),
     ("budget 1.0 is Full", Loud, "at token 2.*so a step reads or weighs it otherwise"),
     ("budget 1.0 is Full", Rewritten, "at token 2.*stores other values than the model made"),
     ("budget kept", Excused, "step 1 reads 36, 36, 36 tokens"),
@@ -248,6 +259,7 @@ ERRORS = [  # a change of the method, the words, the exit code, what the last li
         r"method=mine cannot be checked on the tiny model \(3 layers, .*\), for: method.sinks=4 needs 64",
     ),
     (("", ""), ["method=mine", "budget=0.2"], 2, "budget=0.2 changes nothing for harness.check"),
+    (("", ""), ["mine"], 2, "Cannot read 'mine': write method=mine"),
     (("", ""), ["method.lag=8"], 2, "No method is named"),
 ]
 
