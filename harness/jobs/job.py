@@ -141,7 +141,7 @@ class Job:
     @property
     def label(self) -> str:
         """The words that name this job in messages: task, method, the method's parameters that are
-        not at their defaults, and the budget."""
+        not at their defaults, the budget, and an adapter of the model."""
         named = self.presets or {}
         task, method = (
             named.get(kind, name) for kind, name in zip(("task", "method"), self.names, strict=True)
@@ -152,7 +152,9 @@ class Job:
         else:
             in_bytes = bytes_of(budget)
             asked = size(in_bytes) if in_bytes else f"{budget} tokens" if budget else ""
-        return " ".join(filter(None, (task, method, *plugins.changed(self.method), asked)))
+        adapter = self.config["model"].get("adapter")
+        with_it = f"with {Path(adapter).name}" if adapter else ""
+        return " ".join(filter(None, (task, method, *plugins.changed(self.method), asked, with_it)))
 
     # memory and model
 

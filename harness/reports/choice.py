@@ -191,7 +191,8 @@ def _candidates(
         [" ".join(words) for words in models],
     )
     presets = [name(run, "model") for run in firsts]
-    of_models = list(zip(full_names, presets, shorts, strict=True))
+    adapters = [short.rpartition(" with ")[2] for short in shorts]
+    of_models = list(zip(full_names, presets, shorts, adapters, strict=True))
     printed_models = _printed(models, of_models, names)
     printed_tasks = _printed(tasks, [words[:1] for words in tasks], names, "task", config_dirs)
     rows = [(number, row) for number, table in enumerate(tables) for row in table.entries]

@@ -3,13 +3,15 @@ commands have."""
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
 from contextlib import suppress
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from harness.terminal.notices import complain
 from methods.budget import is_budget
 
 
@@ -73,6 +75,11 @@ class Parser(ArgumentParser):
 
     def __init__(self, command: str, about: str | None) -> None:
         super().__init__(allow_abbrev=False, prog=f"python -m harness.{command}", description=about)
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong with the arguments in one sentence, and exit."""
+        complain(message)
+        sys.exit(2)
 
     def path(self, name: str, metavar: str, about: str, **more: Any) -> None:
         """Add an argument that is a file or a folder."""

@@ -23,6 +23,7 @@ BIB = RESULTS / "paper" / "methods.bib"
 IN_LATEX = str.maketrans({char: f"\\{char}" for char in "&%$#_{}"})
 IN_LATEX |= str.maketrans(
     {
+        "\n": " ",
         "\\": r"\textbackslash{}",
         "~": r"\textasciitilde{}",
         "^": r"\textasciicircum{}",

@@ -118,7 +118,9 @@ def test_a_report_names_the_adapter(lora: Lora, tmp_path: Path, capsys: pytest.C
     for adapter in (None, str(folder)):
         evaluate(Full(), task, HuggingFace(str(model), adapter=adapter), settings)
     assert report.main([str(tmp_path / "runs"), "--details"]) == 0
-    text = capsys.readouterr().out
+    text, progress = capsys.readouterr()
+    assert "niah full: new" in progress
+    assert "niah full with lora: new" in progress
     assert f"niah, {model}, protocol" in text
     assert f"niah, {model} with lora, protocol" in text
     assert text.count("model: a LoRA adapter is merged into its weights (sha256:") == 1

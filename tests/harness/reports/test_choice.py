@@ -107,6 +107,13 @@ def test_models_of_one_name_have_places_and_names_of_their_own(
     ]
 
 
+def test_the_name_of_an_adapter_chooses_the_model_with_it(tmp_path: Path) -> None:
+    for number, model in enumerate([{"name": "T"}, {"name": "T", "adapter": "a/lora"}]):
+        write(tmp_path / str(number), model=model)
+    assert [one.model for one in chosen(tmp_path, models=["lora"])] == ["T with lora"]
+    assert [one.model for one in chosen(tmp_path, models=["T"])] == ["T"]
+
+
 def test_budgets_that_a_report_writes_alike_are_printed_as_they_were_typed(tmp_path: Path) -> None:
     for budget in ("1536MiB", "1540MiB", "2048MiB"):
         write(tmp_path, "snapkv", budget, method={"_target_": SNAPKV})
