@@ -65,8 +65,10 @@ def unchanged(layer: KVLayer, x: AttnInput) -> Iterator[None]:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors hold the same bytes, so that NaN equals itself."""
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    """Return whether two tensors hold the same numbers, or the same bytes, so that NaN equals
+    itself."""
+    # the former first, for it is several times as fast
+    return torch.equal(one, other) or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def check_rows(
