@@ -44,6 +44,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest test, so that no worker waits for it at the end."""
+    items.sort(key=lambda item: not item.name.startswith("test_every_kernel_compiles"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_waiting_for_the_disk() -> Iterator[None]:
     """A killed process loses nothing without it, and a busy disk takes long. Crashes are tested in other processes."""
