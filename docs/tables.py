@@ -6,7 +6,8 @@ A table stands between a marker and `<!-- end -->`; everything else on a page is
   the named methods only, `<!-- rows of NAME... at 10 50 -->` the rows at these budgets (percent) and those without one.
 - `<!-- headline of NAME -->` shows scores, likelihoods and bytes of NAME, reads of NAME_read and times of NAME_times,
   which have the same methods. NAME_floor has Full alone, in other arithmetic.
-- `<!-- beside of NAME -->` shows scores that papers print beside those of NAME, by results/paper/beside.csv.
+- `<!-- beside of NAME -->` shows differences to Full that papers print, and below each that of NAME, by
+  results/paper/beside.csv.
 - `<!-- families of NAME -->` shows which methods are refused on which families of models, and why, from
   results/published/NAME.csv, which `make families` writes.
 - `<!-- decode of NAME... -->`, with `: METHOD...` or without, shows results of `bench decode`, `layer` or `generate`
@@ -26,7 +27,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from evals.stats import ALPHA
+from evals.stats import ALPHA, holm
 from harness.reports.columns import NOT_KEPT
 from harness.reports.pictures import figures
 from harness.results.files import unescaped
@@ -152,7 +153,11 @@ def _cells(
 
 
 def _read(name: str) -> pd.DataFrame:
-    return pd.read_csv(PUBLISHED / f"{name}.csv").map(unescaped)
+    rows = pd.read_csv(PUBLISHED / f"{name}.csv").map(unescaped)
+    if "full.p_holm" not in rows and "full.p" in rows:  # files of before reports corrected p-values
+        known = rows["full.p"].dropna()
+        rows["full.p_holm"] = pd.Series(holm(known.tolist()), known.index)
+    return rows
 
 
 def beside(name: str) -> str:
@@ -316,7 +321,7 @@ def _setting(row: pd.Series) -> str:
 
 def _score(row: pd.Series) -> str:
     ends = f"{100 * row['score.ci95.low']:.0f}, {100 * row['score.ci95.high']:.0f}"
-    return f"{100 * row['score.mean']:.1f} [{ends}]{_star(row.get('full.p_holm', 1.0))}"
+    return f"{100 * row['score.mean']:.1f} [{ends}]{_star(row['full.p_holm'])}"
 
 
 def _nats(row: pd.Series) -> str:
@@ -329,7 +334,7 @@ def _nats(row: pd.Series) -> str:
         return ""
     # a sign stands before a digit
     diff, low, high = (f"{end:+.{3 if abs(end) >= 0.0005 else 4}f}" for end in ends)
-    return f"{diff} [{low}, {high}]{_star(row.get('likelihood.full.p_holm', 1.0))}"
+    return f"{diff} [{low}, {high}]{_star(row['likelihood.full.p_holm'])}"
 
 
 def _star(p: float) -> str:

@@ -120,12 +120,14 @@ struct Search {
     // Returns those of `blocks` that may have a pair that is alike, by products of whole numbers: vectors look at those of one
     // block while tiles multiply the next.
     uint32_t screened(int64_t lowest, uint32_t blocks) const {
-        alignas(LINE) int32_t products[2][BLOCK * BLOCK] = {};
+        alignas(LINE) int32_t products[2][BLOCK * BLOCK];
         const int32_t bar = (int32_t)(coarse_limit * ONE * ONE - 1);
         const int64_t words = coarse.words, row = 4 * words, column = 4 * BLOCK;
         uint32_t alike = 0;
-        int before = 0, turn = 0;
-        auto look = [&] { alike |= (uint32_t)any(largest_of_each<i32>(products[turn]) > bar) << before; };
+        int before = -1, turn = 0;
+        auto look = [&] {
+            if (before >= 0) alike |= (uint32_t)any(largest_of_each<i32>(products[turn]) > bar) << before;
+        };
         for (; blocks; blocks &= blocks - 1) {
             const int block = __builtin_ctz(blocks);
             const uint32_t *a = coarse.block(lowest + block), *b = coarse_columns.data();
@@ -228,3 +230,5 @@ EXPORT void last_alike(const LastAlike& call) {
         for (int64_t i = 0; i < call.count; i++) call.last[pair * call.count + i] = std::max(found[i], 0);
     }
 }
+
+EXPORT int64_t is_on_tiles() { return has_tiles(); }

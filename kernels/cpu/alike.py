@@ -19,7 +19,9 @@ class LastAlike(Struct):
     threshold = real()
 
 
-_library = load("alike", Function("last_alike", LastAlike))
+_library = load(
+    "alike", Function("last_alike", LastAlike), Function("is_on_tiles", returns="int64_t")
+)
 
 
 def last_alike(units: Tensor, threshold: float) -> Tensor:

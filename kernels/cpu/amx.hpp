@@ -95,9 +95,8 @@ inline void plain_store(int tile, void* to, int64_t stride) {
 
 #endif
 
-// Computes c[32][32] = or += a[32][steps of 16 words] times b[steps of 16 words][32]; strides are in words. With BYTES, words
-// are four whole numbers, and c is int32.
-template <bool ADD, bool BYTES = false>
+// Computes c[32][32] = or += a[32][steps of 16 words] times b[steps of 16 words][32]; strides are in words.
+template <bool ADD>
 inline void multiply_tiles(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, float* c,
                            int64_t c_stride, int steps) {
     const int64_t a_bytes = 4 * a_stride, b_bytes = 4 * b_stride, c_bytes = 4 * c_stride;
@@ -113,22 +112,16 @@ inline void multiply_tiles(const uint32_t* a, int64_t a_stride, const uint32_t* 
         TILE_ZERO(2);
         TILE_ZERO(3);
     }
-#define DOT(sum, a, b) \
-    if constexpr (BYTES) \
-        TILE_DOT_BYTES(sum, a, b); \
-    else \
-        TILE_DOT(sum, a, b)
     for (int s = 0; s < steps; s++) {
         TILE_LOAD(4, a + s * 16, a_bytes);
         TILE_LOAD(6, b + s * 16 * b_stride, b_bytes);
-        DOT(0, 4, 6);
+        TILE_DOT(0, 4, 6);
         TILE_LOAD(7, b + s * 16 * b_stride + 16, b_bytes);
-        DOT(1, 4, 7);
+        TILE_DOT(1, 4, 7);
         TILE_LOAD(5, a + 16 * a_stride + s * 16, a_bytes);
-        DOT(2, 5, 6);
-        DOT(3, 5, 7);
+        TILE_DOT(2, 5, 6);
+        TILE_DOT(3, 5, 7);
     }
-#undef DOT
     TILE_STORE(0, c, c_bytes);
     TILE_STORE(1, c + 16, c_bytes);
     TILE_STORE(2, c + 16 * c_stride, c_bytes);

@@ -125,7 +125,8 @@ template <class T> void run(const CodedAttention& in) {
     using Element = typename T::Element;
     auto tokens_of = [&](int64_t b) { return in.counts ? std::min(in.counts[b], in.count) : in.count; };
     auto part = [&](int64_t b, int64_t group, int64_t first, int64_t count, State* state) {
-        if (uses_tiles<T>()) {
+        // one head saves less on tiles than it takes to make bf16 numbers of 8 bits
+        if (uses_tiles<T>() && (in.heads > 1 || in.codes.bits < 8)) {
             auto reader = block_reader_of(in.codes, b, group);
             for (int64_t h = 0; h < in.heads; h += TILE_HEADS) {
                 const int heads = std::min<int64_t>(TILE_HEADS, in.heads - h);
@@ -166,3 +167,4 @@ template <class Element> void decode(const DecodeRows& in) {
 
 EXPORT void coded_attention(const CodedAttention& in) { in.is_bf16 ? run<BF16>(in) : run<F32>(in); }
 EXPORT void decode_rows(const DecodeRows& in) { in.is_bf16 ? decode<bf16>(in) : decode<float>(in); }
+EXPORT int64_t is_on_tiles() { return has_tiles(); }

@@ -87,7 +87,10 @@ class DecodeRows(Struct):
 
 
 _library = load(
-    "coded", Function("coded_attention", CodedAttention), Function("decode_rows", DecodeRows)
+    "coded",
+    Function("coded_attention", CodedAttention),
+    Function("decode_rows", DecodeRows),
+    Function("is_on_tiles", returns="int64_t"),
 )
 
 _MOST_CHANNELS, _MOST_RANGES = 256, 16

@@ -140,3 +140,4 @@ template <class T> void run(const Call& call) {
 }  // namespace
 
 EXPORT void rebuild_keys(const RebuildKeys& call) { call.is_bf16 ? run<BF16>(call) : run<F32>(call); }
+EXPORT int64_t is_on_tiles() { return has_tiles(); }

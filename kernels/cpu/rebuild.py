@@ -28,7 +28,9 @@ class RebuildKeys(Struct):
     batch = groups = count = rank = dim = integer()
 
 
-_library = load("rebuild", Function("rebuild_keys", RebuildKeys))
+_library = load(
+    "rebuild", Function("rebuild_keys", RebuildKeys), Function("is_on_tiles", returns="int64_t")
+)
 
 
 def rebuild_keys(

@@ -82,7 +82,7 @@ def _in_markdown(cell: Cell, table: PaperTable) -> str:
 
 
 def as_latex(table: PaperTable) -> str:
-    """Return a `table` environment for \input in a paper, with a comment that names the packages it
+    """Return a `table` environment for \\input in a paper, with a comment that names the packages it
     needs. pandas gets numbers as cells and prints their texts for them, because it would escape the
     marks in a text as it does in names."""
     import numpy as np

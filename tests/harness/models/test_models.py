@@ -247,7 +247,7 @@ def test_a_sliding_window_limits_the_length(saved: Callable[[str], Path]) -> Non
         ({"architectures": None}, "is no architecture"),
         ({"rope_theta": 5e5}, "rope_theta=500000.0 and rope_theta=10000.0"),
         ({"architectures": ["ChatGLMModel"], "model_type": "chatglm", "auto_map": {"AutoConfig": "x"}}, "ends in -hf"),
-        ({"attn_logit_softcapping": 50.0}, "50\.0"),
+        ({"attn_logit_softcapping": 50.0}, r"50\.0"),
         ({"use_bidirectional_attention": True}, "later tokens"),
         ({"rope_parameters": None}, "lacks rope_theta"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "lacks rope_theta"),
