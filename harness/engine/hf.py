@@ -24,8 +24,9 @@ from harness.engine.pairing import Pairing, pairing_of
 from harness.engine.rotation import TextRotary, in_place, text_rotary
 from harness.engine.trial import LayerTrial, trial, unsupported
 from harness.models import probe
-from harness.models.base import is_listed, sliding_windows
+from harness.models.base import is_listed
 from harness.models.devices import current
+from harness.models.layer_kinds import layer_kinds
 from methods.base import AttnInput, LayerSpec
 
 NAME = "kv_harness"
@@ -257,7 +258,7 @@ def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
     head counts, scale, rotation and window. A method serves some of the layers
     (methods/layers/window.py)."""
     modules: list[Any] = attention_modules(model)
-    windows, pairing = sliding_windows(model.config), channel_pairing(model)
+    windows, pairing = layer_kinds(model.config).windows, channel_pairing(model)
     rotary = text_rotary(model) or deepcopy(model.get_decoder().rotary_emb)
     kinds = [(rotates(module), getattr(module, "layer_type", None)) for module in modules]
     return [

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from harness.engine.cache import UnsupportedError
 from harness.engine.pairing import Pairing
-from harness.models.base import WINDOW, sliding_windows
+from harness.models.base import WINDOW
+from harness.models.layer_kinds import layer_kinds
 from harness.models.probe import Call, ProbeError, probe
 from kernels.rope import rotate, unrotate
 from methods.base.request import QUERIES, ROTATION
@@ -48,7 +49,9 @@ def trial(
         )
     decoder.rotary_emb = deepcopy(rotary)  # which may note the longest position
     try:
-        calls = probe(model, sliding_windows(model.config), model.config.vocab_size // 2, places)
+        calls = probe(
+            model, layer_kinds(model.config).windows, model.config.vocab_size // 2, places
+        )
     except ProbeError as reason:
         raise unsupported(model, reason) from reason
     finally:

@@ -13,6 +13,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from harness.models.devices import check_device
+from harness.models.layer_kinds import WHOLE, layer_kinds
 from harness.models.probe import Heads, ProbeError, on_meta, probe
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ WINDOW = "max_position_embeddings"
 ORIGINAL = "original_max_position_embeddings"
 # our name in a config for the longest text for which `model.rope` changes the rotation
 STRETCHED = "stretched_window"
-SLIDING, WHOLE = "sliding_attention", "full_attention"  # transformers' names for kinds of layers
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -91,7 +91,7 @@ class ModelInfo:
     window: int  # prompt + new tokens
     # the window in its config, or to which model.rope stretches it, whatever was asked for
     trained_window: int
-    num_layers: int
+    num_layers: int  # those with keys and values
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -102,7 +102,8 @@ class ModelInfo:
     vocab_size: int
     num_parameters: int
     dtype: str  # the checkpoint's own, one of DTYPES
-    layer_windows: tuple[int | None, ...]  # how many tokens each layer sees, None for all
+    # how many tokens each layer with keys and values sees, None for all
+    layer_windows: tuple[int | None, ...]
     sink_logits: bool  # whether its softmax has one more term per head (kernels/sink_logits.py)
     quantised: Quantised | None = None  # how its weights are quantised
     still_layers: tuple[int, ...] = ()  # layers that do not rotate keys and queries by position
@@ -235,7 +236,7 @@ class ModelSource(ABC):
                 and weight.data_ptr() % 64
             ):
                 weight.data = weight.data.clone()
-        longest = limit(self.context_window(), sliding_windows(model.config))
+        longest = limit(self.context_window(), layer_kinds(model.config).windows)
         return LoadedModel(
             model, tokenizer, name, revision, longest, eos_ids(model, tokenizer), weights
         )
@@ -248,7 +249,7 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
     config = source.config()
     try:
         model = on_meta(config, AutoModelForCausalLM.from_config)
-        windows = sliding_windows(config)
+        windows = layer_kinds(config).windows
     except Exception as error:
         raise ModelError(
             f"{identity.name} cannot be built from its config ({shorten(str(error), 120)}): correct it, or choose "
@@ -307,7 +308,7 @@ def probed(model: PreTrainedModel, name: str) -> Heads | None:
     if is_listed(model):
         return None
     try:
-        return probe(model, sliding_windows(model.config))[0].heads
+        return probe(model, layer_kinds(model.config).windows)[0].heads
     except ProbeError as reason:
         raise ModelError(
             f"{name} {reason}, which is not supported: choose another model."
@@ -345,15 +346,6 @@ def limit(window: int, layer_windows: Sequence[int | None]) -> int:
     layer that sees the whole text."""
     sliding = [seen for seen in layer_windows if seen is not None]
     return min(window, *sliding) if len(sliding) == len(layer_windows) else window
-
-
-def sliding_windows(config: PreTrainedConfig) -> tuple[int | None, ...]:
-    """Return how many tokens each layer sees; None for all."""
-    window = getattr(config, "sliding_window", None)
-    if getattr(config, "use_sliding_window", True) is False:
-        window = None
-    kinds = getattr(config, "layer_types", None) or [SLIDING] * config.num_hidden_layers
-    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def trained_window(config: PreTrainedConfig) -> int | None:

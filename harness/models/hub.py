@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from evals.data import value_of
 from harness.models import adapter as adapters
 from harness.models.base import (
-    WHOLE,
     WINDOW,
     Identity,
     ModelError,
@@ -28,6 +27,7 @@ from harness.models.base import (
     Quantised,
     no_window,
 )
+from harness.models.layer_kinds import WHOLE
 from harness.models.quantised import (
     check_scales,
     check_scheme,

@@ -16,13 +16,13 @@ from evals.data import misfit
 from harness.models.base import (
     ORIGINAL,
     STRETCHED,
-    WHOLE,
     WINDOW,
     Identity,
     ModelError,
     full_rotation,
     no_window,
 )
+from harness.models.layer_kinds import WHOLE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from harness import Engine, attached
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
-from harness.models.base import sliding_windows
+from harness.models.layer_kinds import layer_kinds
 from methods.abilities.repeat import RepeatPrompts
 from methods.base import Budget
 from methods.full import Full
@@ -50,7 +50,7 @@ def reference(ids: Tensor, chunk: int, asked: RepeatPrompts, sinks: int, archite
     those of the keys that count, divided by their sum, to which a sink logit adds what is missing from 1."""
     model: Any = eager(architecture).double()
     model.config._experts_implementation = "eager"  # others take no fp64
-    layers = [layer for layer, window in enumerate(sliding_windows(model.config)) if window is None]
+    layers = [layer for layer, window in enumerate(layer_kinds(model.config).windows) if window is None]
     head, length, cache = len(asked.head), ids.shape[1], DynamicCache()
     with torch.no_grad():
         model(ids, past_key_values=cache)

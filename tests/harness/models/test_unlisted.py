@@ -19,8 +19,9 @@ from harness.config.settings import Results, Settings
 from harness.engine.cache import UnsupportedError
 from harness.engine.hf import NAME, layer_specs
 from harness.jobs import model_check
-from harness.models.base import ModelError, sliding_windows
+from harness.models.base import ModelError
 from harness.models.hub import HuggingFace
+from harness.models.layer_kinds import layer_kinds
 from harness.models.probe import NAME as PROBE
 from harness.models.probe import ProbeError, on_meta, probe
 from harness.reports.compare import comparisons
@@ -249,7 +250,7 @@ BY_PROBE: dict[str, str] = {
 def test_the_probe_sees_what_attention_does(kind: str) -> None:
     model = on_meta(AutoConfig.for_model(kind), AutoModelForCausalLM.from_config)
     with pytest.raises(ProbeError, match=BY_PROBE[kind]):
-        probe(model, sliding_windows(model.config))
+        probe(model, layer_kinds(model.config).windows)
 
 
 def test_the_probe_runs_where_kvpress_has_wrapped_what_an_earlier_one_registered(
@@ -257,7 +258,7 @@ def test_the_probe_runs_where_kvpress_has_wrapped_what_an_earlier_one_registered
 ) -> None:
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, PROBE, lambda *_, **__: pytest.fail("an earlier probe is asked"))
     model = on_meta(AutoConfig.for_model("starcoder2", **SHAPE), AutoModelForCausalLM.from_config)
-    assert len(probe(model, sliding_windows(model.config))) == SHAPE["num_hidden_layers"]
+    assert len(probe(model, layer_kinds(model.config).windows)) == SHAPE["num_hidden_layers"]
 
 
 def test_the_probe_sees_masks_that_are_not_those_of_the_config() -> None:
