@@ -180,10 +180,8 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     if is_listed(model):
         return [layer.self_attn for layer in model.get_decoder().layers]
     try:
-        if getattr(model.config, "kv_lora_rank", None):
-            raise probe.ProbeError(
-                f"has latent attention (MLA, model type {model.config.model_type})"
-            )
+        if reason := probe.said(model.config):
+            raise probe.ProbeError(reason)
         return probe.attention_modules(model)
     except probe.ProbeError as reason:
         raise unsupported(model, reason) from reason

@@ -7,9 +7,12 @@ decides: a model is refused by what its attention does, whatever its name is."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from harness.models.layer_kinds import layer_kinds
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -24,6 +27,17 @@ PASSED = {  # keywords that attention modules pass on and that the engine's atte
 MEANINGS = {
     "softcap": "caps its attention logits",
     "is_causal": "says itself what its attention may see",
+}
+REFUSED = {  # what a value in a model's config says that it does and that the engine cannot do
+    "attn_logit_softcapping": "caps its attention logits",
+    "index_topk": "reads only the tokens that an indexer of its own chooses (trained sparse attention)",
+    "index_topk_blocks": "reads only the blocks that an indexer of its own chooses (trained sparse attention)",
+    "kv_lora_rank": "compresses keys and values together (multi-head latent attention, MLA)",
+    "use_bidirectional_attention": "attends to later tokens too (it embeds texts, or sees images whole)",
+    "attention_chunk_size": "attends within chunks of the text",
+    "num_kv_shared_layers": "has layers that share keys and values",
+    "add_cross_attention": "attends to the output of an encoder (cross attention)",
+    "alibi": "places tokens by a bias of its logits (ALiBi)",
 }
 
 
@@ -129,12 +143,23 @@ def probe(
     return calls
 
 
+def said(config: PreTrainedConfig) -> str | None:
+    """Return what a model's config says that it does and that the engine cannot, as the end of a
+    sentence whose subject is the model; None if it says nothing of that kind."""
+    for key, does in REFUSED.items():
+        if value := getattr(config, key, None):
+            return f"{does} ({key}={value})"
+    return None
+
+
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     """Return the attention modules of the decoder layers, in order. Raise `ProbeError` if the model
     is not built of such layers."""
     if model.config.is_encoder_decoder:
         raise ProbeError("is an encoder-decoder")
-    if model._is_stateful:
+    # Granite 4.0's dense sizes are of a class that keeps states, and have no layer that does
+    named = getattr(model.config, "layer_types", None)
+    if layer_kinds(model.config).stateful or (model._is_stateful and not named):
         raise ProbeError("keeps a state beside keys and values (linear attention or a state space)")
     if not getattr(model.config, "is_causal", True):
         raise ProbeError("attends to later tokens too (is_causal=false in its config)")
@@ -142,6 +167,9 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     layers = getattr(decoder, "layers", ())
     modules: list[Any] = [getattr(layer, "self_attn", None) for layer in layers]
     if not modules or None in modules:
+        names = vars(sys.modules[type(model).__module__])
+        if any("alibi" in name for name in names) and getattr(model.config, "alibi", True):
+            raise ProbeError(REFUSED["alibi"])
         raise ProbeError("is not built of decoder layers that have a `self_attn` each, as Llama is")
     if not hasattr(decoder, "rotary_emb"):
         raise ProbeError(

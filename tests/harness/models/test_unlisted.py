@@ -40,6 +40,10 @@ from tests.tiny import saved as saved_in
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 SLIDES = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+DENSE = {  # Granite 4.0's: of a class for hybrids, without a layer that keeps a state
+    "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 64, "mamba_n_heads": 8,
+    "layer_types": ["attention"] * 3, "position_embedding_type": "rope",
+}  # fmt: skip
 UNLISTED: dict[str, dict[str, Any]] = {
     "olmo2": {},  # norms of whole projections
     "cohere": {},  # neighbouring channels turn together
@@ -54,6 +58,7 @@ UNLISTED: dict[str, dict[str, Any]] = {
     | {"layer_types": [*SLIDES["layer_types"][:2], "full_attention"], "head_dim": 16, "global_head_dim": 16}
     | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
     "afmoe": EXPERTS | SLIDES | {"head_dim": 16, "num_dense_layers": 1},  # gates what attention gives
+    "granitemoehybrid": DENSE | {"attention_multiplier": 0.2},
 }
 
 
@@ -100,6 +105,7 @@ def test_a_class_is_tried_again_with_other_weights() -> None:
         assert {spec.unknown for spec in kv.specs} == {(QUERIES,)}
 
 
+SHARES = {"num_kv_shared_layers": 1, "laurel_rank": 8, "hidden_size_per_layer_input": 8}
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
 
 
@@ -107,7 +113,7 @@ LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope
 def test_latent_attention_is_refused_by_name(kind: str) -> None:
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
     model = fresh(kind, num_key_value_heads=8, **LATENT, **experts)
-    reason = rf"has latent attention \(MLA, model type {kind}\), which is not supported"
+    reason = r"\(multi-head latent attention, MLA\) \(kv_lora_rank=32\), which is not supported"
     with pytest.raises(UnsupportedError, match=reason):
         layer_specs(model)
 
@@ -119,6 +125,12 @@ def test_a_model_of_ones_own_is_refused_by_what_it_does_and_never_runs_by_blocks
     cases: tuple[tuple[str, dict[str, Any], str], ...] = (
         ("gemma2", {"head_dim": 16}, "Gemma2ForCausalLM caps its attention logits"),
         ("gpt_neox", {}, "GPTNeoXForCausalLM is not built of"),
+        ("bloom", {"n_head": 8}, "BloomForCausalLM places tokens by a bias"),
+        ("mpt", {"n_heads": 8}, "MptForCausalLM places tokens by a bias"),
+        ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "Lfm2ForCausalLM keeps a state"),
+        ("llama4_text", EXPERTS | {"attention_chunk_size": 32}, "within chunks of the text"),
+        ("gemma3n_text", SHARES, "Gemma3nForCausalLM has layers that share keys and values"),
+        ("deepseek_v32", EXPERTS | LATENT | {"index_topk": 16}, "that an indexer of its own chooses"),
         ("llama", {"is_causal": False}, "attends to later tokens too"),  # listed classes, which are not tried otherwise
         ("gemma3_text", {"use_bidirectional_attention": True}, "attends to later tokens too"),
         ("laguna", EXPERTS | fewer, "has 4 query heads in each layer, and its config says 8"),
