@@ -310,9 +310,12 @@ def probed(model: PreTrainedModel, name: str) -> Heads | None:
     try:
         return probe(model, layer_kinds(model.config).windows)[0].heads
     except ProbeError as reason:
-        raise ModelError(
-            f"{name} {reason}, which is not supported: choose another model."
-        ) from reason
+        raise refused(name, str(reason)) from reason
+
+
+def refused(name: str, reason: str) -> ModelError:
+    """Return the error for a model that the engine would compute wrongly, for a `reason`."""
+    return ModelError(f"{name} {reason}, which is not supported: choose another model.")
 
 
 def no_window(name: str) -> ModelError:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from evals.data import value_of
 from harness.models import adapter as adapters
+from harness.models import text_part
 from harness.models.base import (
     WINDOW,
     Identity,
@@ -26,8 +27,10 @@ from harness.models.base import (
     ModelSource,
     Quantised,
     no_window,
+    refused,
 )
 from harness.models.layer_kinds import WHOLE
+from harness.models.probe import said
 from harness.models.quantised import (
     check_scales,
     check_scheme,
@@ -65,23 +68,7 @@ CONFIG = {  # the parts of config.json that are read here; transformers checks w
     "rope_theta?": "a number above 0",
     "partial_rotary_factor?": "a number above 0",
 }
-REFUSED = {  # what a value in config.json says that a model does and that the engine cannot do
-    "attn_logit_softcapping": "caps its attention logits",
-    "kv_lora_rank": "compresses keys and values together (multi-head latent attention, MLA)",
-    "use_bidirectional_attention": "attends to later tokens too (it embeds texts, or sees images whole)",
-    "attention_chunk_size": "attends within chunks of the text",
-    "num_kv_shared_layers": "has layers that share keys and values",
-    "add_cross_attention": "attends to the output of an encoder (cross attention)",
-    "alibi": "places tokens by a bias of its logits (ALiBi)",
-}
 CONFIG["text_config?"] = dict(CONFIG)
-# of models of texts and images: what their text_config leaves out
-TEXT_PARTS: dict[str, dict[str, Any]] = {
-    "Gemma3ForConditionalGeneration": {"architectures": ["Gemma3ForCausalLM"], WINDOW: 131_072},
-}
-# of its weights in their checkpoints, two layouts
-TEXT_PREFIX = r"^(model\.language_model|language_model\.model)\."
-OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of types that need no decoding
 # transformers, of Llama; every other architecture here has had it from its first release
 ROPE_THETA_SINCE = (4, 33)
@@ -140,7 +127,8 @@ class HuggingFace(ModelSource):
         from transformers import AutoConfig
 
         folder = self.folder()
-        stated = _text_part(read_config(folder))
+        whole = read_config(folder)
+        stated = text_part.stated(whole)
         check_config(stated, self.name)
         if quantisation(stated) and self._adapter():
             raise ModelError(
@@ -149,7 +137,10 @@ class HuggingFace(ModelSource):
             )
         with _naming(folder / "config.json"):
             config = AutoConfig.from_pretrained(folder, **OFFLINE)
-            text = config.get_text_config(decoder=True)
+            text = text_part.running(config, whole)
+        if reason := said(text):
+            raise refused(self.name, reason)
+        text_part.check_whole(whole, self.name)
         # the tokens that end an answer, and how weights are stored, are said of the whole model
         if text is not config:
             text.architectures, text.dtype = stated["architectures"], config.dtype or text.dtype
@@ -161,7 +152,7 @@ class HuggingFace(ModelSource):
     def context_window(self) -> int:
         if self.window:
             return self.window
-        stated = _text_part(read_config(self.folder())).get(
+        stated = text_part.stated(read_config(self.folder())).get(
             self.config().attribute_map.get(WINDOW, WINDOW)
         )
         # the model's class has a number, but the same for all
@@ -218,8 +209,8 @@ class HuggingFace(ModelSource):
         check_scales(folder, config)
         logging: Any = transformers.utils.logging
         verbosity = logging.get_verbosity()
-        if "text_config" in read_config(folder):
-            options["key_mapping"] = {TEXT_PREFIX: "model."}
+        if text_part.whole_of(read_config(folder)):
+            options["key_mapping"] = text_part.NAMES
             logging.set_verbosity_error()  # it would list the weights of the other parts
         with _naming(folder), ExitStack() as undo:
             undo.callback(logging.set_verbosity, verbosity)
@@ -290,31 +281,12 @@ def read_config(folder: Path) -> dict[str, Any]:
         ) from error
 
 
-def _text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of the text part if `config` is of a model of texts and images whose text
-    part runs here; otherwise return `config` itself."""
-    text = TEXT_PARTS.get((config.get("architectures") or ["?"])[0])
-    if text is None:
-        return config
-    return {
-        **config,
-        **text,
-        **(config.get("text_config") or {}),
-        "architectures": text["architectures"],
-    }
-
-
 def check_config(config: dict[str, Any], name: str) -> None:
     """Raise `ModelError`, which names the cause, if the engine would compute the model wrongly."""
     from transformers import CONFIG_MAPPING
 
     _check_class(config, name)
     check_scheme(config, name)
-    for key, does in REFUSED.items():
-        if value := config.get(key):
-            raise ModelError(
-                f"{name} {does} ({key}={value}), which is not supported: choose another model."
-            )
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     settings = signature(CONFIG_MAPPING[config["model_type"]].__init__).parameters
     if "rope_parameters" in settings and not _has_rope_theta(config, rope):
@@ -329,6 +301,7 @@ def check_config(config: dict[str, Any], name: str) -> None:
 def _check_class(config: Mapping[str, Any], name: str) -> None:
     """Raise `ModelError` unless the model's class is one with which transformers continues texts:
     it needs no code of the repository, and is neither an encoder nor one that has an encoder."""
+    import transformers
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -348,7 +321,10 @@ def _check_class(config: Mapping[str, Any], name: str) -> None:
             f"{name} is {architecture}, and transformers {version('transformers')} does not know its model_type={kind}"
             ": a newer version may, or choose another model."
         )
-    if architecture != MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind):
+    mapped = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    # InternLM3, for which transformers takes the class of another family
+    lent = bool(mapped) and getattr(transformers, str(mapped)).config_class.model_type != kind
+    if architecture != mapped and not (lent and architecture.endswith("ForCausalLM")):
         raise ModelError(
             f"{name} is {architecture} (model_type={kind}), with which transformers continues no text: choose a model "
             "whose config.json names a ...ForCausalLM."
@@ -423,7 +399,7 @@ def check_tensors(
         "lacks": report["missing_keys"],
         "has other shapes in": shapes,
         "has, without a place in the model,": [
-            key for key in report["unexpected_keys"] if not OTHER_PARTS.match(key)
+            key for key in report["unexpected_keys"] if not text_part.OTHER_PARTS.match(key)
         ],
     }
     for fault, names in faults.items():
@@ -439,8 +415,7 @@ def check_tensors(
     if coded := [
         name
         for name, (dtype, _) in headers(folder).items()
-        if dtype not in FLOATS
-        and {name, prefix + name, re.sub(TEXT_PREFIX, "model.", name)} & weights.keys()
+        if dtype not in FLOATS and {name, prefix + name, text_part.renamed(name)} & weights.keys()
     ]:
         raise ModelError(
             f"{folder} stores {_named(coded)} as integers or in 8 bits, and its config.json has no quantization_config "

@@ -62,8 +62,11 @@ UNLISTED: dict[str, dict[str, Any]] = {
 }
 
 
+LENT = {"internlm3": {"head_dim": 16}, "iquestcoder": {"head_dim": 16}}  # which are Llama in transformers
+
+
 def model_of(kind: str, **changes: Any) -> PreTrainedModel:
-    return fresh(kind, **UNLISTED[kind] | changes)
+    return fresh(kind, **(UNLISTED | LENT)[kind] | changes)
 
 
 def answered(model: PreTrainedModel, ids: torch.Tensor, method: Method, chunk: int | None = None) -> list[int]:
@@ -246,6 +249,32 @@ def test_a_checkpoint_is_refused_by_what_it_does(kind: str, tmp_path: Path) -> N
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=BY_CONFIG[kind]):
         HuggingFace(str(tmp_path), window=100).describe()
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("kind", LENT)
+def test_a_family_for_which_transformers_takes_the_class_of_another_runs(kind: str, saved: Saved) -> None:
+    """Its config.json names a class that transformers has not; a class by that of Llama's own name is refused."""
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        pytest.skip("needs a newer transformers")
+    folder, ids = saved(kind, eos_token_id=None), prompt(40)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+
+    def named(architecture: str, **changes: Any) -> HuggingFace:
+        (folder / "config.json").write_text(json.dumps(config | changes | {"architectures": [architecture]}))
+        return HuggingFace(str(folder))
+
+    source = named("Own3ForCausalLM")
+    model = source.load("fp32", "cpu").model
+    assert source.describe().architecture == "LlamaForCausalLM"
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False)[0, 40:].tolist()
+    assert answered(model, ids, Full()) == answered(model, ids, SnapKV(), 17) == expected
+    for other in ("Own3ForSequenceClassification", "Own3Model"):
+        with pytest.raises(ModelError, match=f"is {other}"):
+            named(other).describe()
+    with pytest.raises(ModelError, match="is Own3ForCausalLM"):
+        named("Own3ForCausalLM", model_type="llama").describe()
 
 
 BY_PROBE: dict[str, str] = {

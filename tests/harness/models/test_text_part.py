@@ -1,0 +1,139 @@
+"""Text parts of models of texts and images give the tokens of the whole; others are refused by what they do."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as WHOLES
+
+from harness import Engine, attached
+from harness.models.base import ModelError
+from harness.models.hub import HuggingFace
+from harness.models.random import byte_tokenizer
+from methods.full import Full
+from methods.snapkv import SnapKV
+from tests.tiny import SHAPE, prompt
+
+TEXT = SHAPE | {"vocab_size": 264, "head_dim": 16, "initializer_range": 0.15}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
+AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+SCALED = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32,
+    "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+PIXTRAL = {"model_type": "pixtral", "image_size": 32, "patch_size": 8}
+VISION = {
+    "depth": 1, "num_heads": 2, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16,
+    "intermediate_size": 16, "out_hidden_size": 128, "deepstack_visual_indexes": [0],
+}  # fmt: skip
+WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # of what kind, its text part, its vision
+    "mistral3": ("mistral3", {"model_type": "mistral", "sliding_window": None}, PIXTRAL),
+    "ministral3": ("mistral3", {"model_type": "ministral3", "rope_parameters": SCALED}, PIXTRAL),
+    "qwen2_5_vl": ("qwen2_5_vl", {"rope_parameters": AXES}, {}),
+    "qwen3_vl": ("qwen3_vl", {"rope_parameters": AXES}, {}),
+    "qwen3_vl_moe": ("qwen3_vl_moe", {"rope_parameters": AXES} | EXPERTS, {}),
+}
+Made = Callable[..., tuple[PreTrainedModel, Path]]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Made:
+    """A whole with random weights, and the folder in which it is saved in the hub's layout."""
+
+    def make(name: str, **more: Any) -> tuple[PreTrainedModel, Path]:
+        kind, text, vision = WHOLE[name]
+        tied = {"tie_word_embeddings": False} | more
+        config = AutoConfig.for_model(
+            kind, text_config=TEXT | text | tied, vision_config=VISION | vision, **tied, image_token_id=260
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(7)
+            model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+        model.save_pretrained(tmp_path)
+        byte_tokenizer().save_pretrained(tmp_path)
+        return model, tmp_path
+
+    return make
+
+
+def answered(folder: Path, ids: torch.Tensor, method: Any, chunk: int | None) -> list[int]:
+    model = HuggingFace(str(folder)).load("fp32", "cpu").model
+    with attached(model, method, budget=1.0) as kv:
+        return Engine(kv, prefill_chunk=chunk).generate(ids, max_new_tokens=8).tokens[0]
+
+
+def of_whole(model: PreTrainedModel, ids: torch.Tensor) -> list[int]:
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, eos_token_id=None)
+    return out[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_text_part_gives_the_tokens_of_the_whole(name: str, tied: bool, made: Made) -> None:
+    (whole, folder), ids = made(name, tie_word_embeddings=tied), prompt(60)
+    expected = of_whole(whole, ids)
+    assert answered(folder, ids, Full(), 17) == answered(folder, ids, SnapKV(), None) == expected
+    info = HuggingFace(str(folder)).describe()
+    assert (info.window, info.layer_windows, info.head_dim) == (4096, (None,) * 3, 16)
+    loaded = HuggingFace(str(folder)).load("fp32", "cpu").model
+    assert info.architecture == type(loaded).__name__
+    assert info.num_parameters == loaded.num_parameters()
+
+
+FIRST = {  # of the first releases
+    "mistral3": {r"^model\.(language_model\.)": r"\1model.", r"^lm_head": "language_model.lm_head"},
+    "qwen2_5_vl": {r"^model\.language_model\.": "model.", r"^model\.visual\.": "visual."},
+}
+FIRST["mistral3"] |= {r"^model\.(vision_tower|multi_modal)": r"\1"}
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_the_first_releases_layout_gives_the_same(name: str, made: Made) -> None:
+    """Also Qwen2.5-VL's config, which has no part about texts, and an older name of its rotation."""
+    (whole, folder), ids = made(name), prompt(60)
+    tensors = load_file(folder / "model.safetensors")
+    for ours, theirs in FIRST[name].items():
+        tensors = {re.sub(ours, theirs, key): tensor for key, tensor in tensors.items()}
+    assert not any(key.startswith(("model.language", "model.visual", "model.vision")) for key in tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    if name == "qwen2_5_vl":
+        text = config.pop("text_config")
+        kept = {key: value for key, value in text.items() if key not in ("model_type", "rope_parameters")}
+        rope = {"rope_theta": 1e4, "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]}}
+        config = kept | config | rope
+    else:  # the first config does not say whether embeddings are tied
+        del config["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert answered(folder, ids, Full(), None) == of_whole(whole, ids)
+
+
+OTHERS = {  # by the text part's class
+    "internvl": "whose text part is Qwen2ForCausalLM: it is not read out of this whole",
+    "llava": "whose text part is LlamaForCausalLM: it is not read out of this whole",
+    "llama4": r"within chunks of the text \(attention_chunk_size=8192",
+    "kimi_k25": "latent attention, MLA",
+    "minimax_m3_vl": "an indexer of its own chooses",
+    "gemma3n": "share keys and values",
+    "qwen3_5": "linear attention or a state space",
+    "glm4v": "Glm4vForConditionalGeneration .* continues no text",
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_another_whole_is_refused_by_what_its_text_part_lacks(kind: str, tmp_path: Path) -> None:
+    if kind not in WHOLES:
+        pytest.skip("needs a newer transformers")
+    config = AutoConfig.for_model(kind).to_dict() | {"architectures": [WHOLES[kind]]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=OTHERS[kind]):
+        HuggingFace(str(tmp_path), window=100).describe()
