@@ -229,10 +229,16 @@ class HuggingFace(ModelSource):
         """Return the folder with the model's files of one commit; what is missing is downloaded.
         `weights`: including the large files."""
         local = Path(self.name).expanduser()
+        if local.suffix == ".gguf" and local.is_file():
+            raise _gguf(local)
         if not self._is_local():
             small = snapshot(self.name, self.revision, weights=False)
             if not (small / "config.json").is_file():
                 adapters.refuse_as_model(small, self.name)
+                raise ModelError(
+                    f"{self.name} has no config.json: of a repository of GGUF files, name one "
+                    f"(model=gguf model.name={self.name} model.file=FILE.gguf), or choose another model."
+                )
             # the weights of that commit
             return snapshot(self.name, small.name, weights=True) if weights else small
         if self.revision is not None:
@@ -242,17 +248,26 @@ class HuggingFace(ModelSource):
         if not has_weights(local):
             adapters.refuse_as_model(local, self.name)
         if not (local / "config.json").is_file():
+            if file := min(local.glob("*.gguf"), default=None):
+                raise _gguf(file)
             raise ModelError(
                 f"{local} holds no config.json: point model.name at a folder made by save_pretrained."
             )
         if weights and not has_weights(local):
+            pickled = any(local.glob("pytorch_model*.bin"))
+            why = " (pytorch_model.bin, which may hold code, is never read)" if pickled else ""
             raise ModelError(
-                f"{local} lacks weights: it needs model.safetensors, or all parts named in its index."
+                f"{local} lacks weights: it needs model.safetensors, or all parts named in its index{why}."
             )
         return local
 
     def _is_local(self) -> bool:
         return Path(self.name).expanduser().is_dir()
+
+
+def _gguf(file: Path) -> ModelError:
+    """Return the error for a GGUF file in the place of a folder."""
+    return ModelError(f"{file} is a GGUF file: use model=gguf model.file={file}.")
 
 
 @contextmanager

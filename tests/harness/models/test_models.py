@@ -369,6 +369,25 @@ def test_files_that_are_damaged_are_named(
         (local(folder).describe(), local(folder).load("fp32", "cpu"))
 
 
+def test_weights_in_another_format_are_named_with_what_to_do(
+    saved: Callable[[str], Path], tmp_path: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (file := tmp_path / "one" / "some.gguf").parent.mkdir()
+    file.write_bytes(b"GGUF")
+    for place in (file, file.parent):
+        with pytest.raises(ModelError, match=f"{file} is a GGUF file: use model=gguf model.file={file}"):
+            local(place).describe()
+    folder = saved("llama")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"lacks weights.*pytorch_model\.bin, which may hold code, is never read"):
+        local(folder).load("fp32", "cpu")
+    (hub_cache / "config.json").unlink()
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: str(hub_cache))
+    monkeypatch.setattr(snapshots, "reachable", lambda endpoint: True)
+    with pytest.raises(ModelError, match=r"model=gguf model\.name=owner/name model\.file=FILE\.gguf"):
+        local("owner/name").describe()
+
+
 @pytest.mark.parametrize("lost", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_missing_files_are_named(lost: str, saved: Callable[[str], Path]) -> None:
     folder = saved("llama")
