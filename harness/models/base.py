@@ -28,6 +28,8 @@ WINDOW = "max_position_embeddings"
 ORIGINAL = "original_max_position_embeddings"
 # our name in a config for the longest text for which `model.rope` changes the rotation
 STRETCHED = "stretched_window"
+# what Qwen2.5-1M's config names for texts beyond its ORIGINAL, and transformers leaves out
+DUAL_CHUNKS = "dual_chunk_attention_config"
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -110,6 +112,8 @@ class ModelInfo:
     # the factor by which model.rope lengthens the texts for which it rotates
     stretch: float | None = None
     spread: bool = False  # whether its layers are spread over all GPUs
+    # whether beyond `trained_window` it needs dual chunk attention, which transformers leaves out
+    dual_chunks: bool = False
 
     @property
     def limit(self) -> int:
@@ -125,6 +129,8 @@ class ModelInfo:
         if self.stretch and self.window == self.trained_window:
             own = round(self.window / self.stretch)
             return f" (model.rope makes it {self.stretch:g} x {own}; a larger factor or model.rope=null changes it)"
+        if self.dual_chunks and self.window == self.trained_window:
+            return " (beyond it, transformers leaves the model's dual chunk attention out; model.window sets more)"
         return ""
 
     @property
@@ -133,11 +139,11 @@ class ModelInfo:
         None."""
         if self.window <= self.trained_window:
             return None
-        reach = (
-            "to which model.rope stretches it"
-            if self.stretch
-            else "that its config says it was trained for"
-        )
+        reach = "that its config says it was trained for"
+        if self.stretch:
+            reach = "to which model.rope stretches it"
+        elif self.dual_chunks:
+            reach = "up to which it needs no dual chunk attention, which transformers leaves out"
         return f"model.window={self.window} goes beyond the {self.trained_window} tokens {reach}"
 
     @property
@@ -289,6 +295,7 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
         ),
         stretch=source.rope["factor"] if source.rope else None,
         spread=source.device_map is not None,
+        dual_chunks=bool(getattr(config, DUAL_CHUNKS, None)),
     )
 
 
@@ -353,8 +360,12 @@ def limit(window: int, layer_windows: Sequence[int | None]) -> int:
 
 def trained_window(config: PreTrainedConfig) -> int | None:
     """Return the longest text for which the model's rotation is made: that to which the rotation is
-    stretched, or else that of the published config. Return None if the config names none."""
-    window = getattr(config, STRETCHED, None) or getattr(config, WINDOW, None)
+    stretched, or else that of the published config, or the one up to which its attention is plain.
+    Return None if the config names none."""
+    if window := getattr(config, STRETCHED, None):
+        return int(window)
+    plain = (getattr(config, DUAL_CHUNKS, None) or {}).get(ORIGINAL)
+    window = plain or getattr(config, WINDOW, None)
     return window and int(window)
 
 

@@ -239,6 +239,17 @@ def test_a_sliding_window_limits_the_length(saved: Callable[[str], Path]) -> Non
     assert further.caution.startswith("model.window=8192 goes beyond")
 
 
+def test_dual_chunk_attention_limits_the_length_to_what_is_read_without(saved: Callable[[str], Path]) -> None:
+    """As Qwen2.5-7B-Instruct-1M's config.json has it, with small numbers."""
+    folder = saved("qwen2")
+    chunks = {"chunk_size": 512, "local_size": 64, "original_max_position_embeddings": 512}
+    edit(folder / "config.json", dual_chunk_attention_config=chunks)
+    info, further = local(folder).describe(), local(folder, window=2048).describe()
+    assert (info.limit, info.caution, further.limit) == (512, None, 2048)
+    assert "leaves the model's dual chunk attention out; model.window sets more" in info.limit_because
+    assert str(further.caution).startswith("model.window=2048 goes beyond the 512 tokens up to which it needs no dual")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
