@@ -49,7 +49,7 @@ from methods.base import (
     Reading,
 )
 from methods.base.pieces import pieces
-from methods.base.request import QUERIES, ROTATION
+from methods.base.request import QUERIES
 from methods.base.state import queues
 from methods.budget import Plan, check_layers
 from methods.layers import Layer, Padded, Policy, Storage
@@ -126,13 +126,22 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
 
     def _rotating(self, before: AttnInput) -> tuple[Tensor, Tensor, Tensor]:
         """Return a guess of this layer's query before its rotation, [B H T D], and the cos and sin
-        by which this layer rotates it, [1|B T R]. The layer before may rotate otherwise, where a
-        model has layers that do not rotate."""
-        device, cos, sin = self.request.device, before.cos, before.sin
+        by which this layer rotates it, [1|B T R]: a query that the model changes after its rotation
+        is already rotated. The layer before may rotate otherwise, where a model has layers that do
+        not rotate."""
+        device, finish = self.request.device, self.spec.finish_query
+        cos, sin = before.cos, before.sin
+        places = (before.start, before.hidden.shape[1], device)
         if not self.like_before:
-            at = self.cache.counters.positions(before.start, before.hidden.shape[1], device)
-            cos, sin = (part.to(before.cos.dtype) for part in self.spec.rope(at))
-        return self.spec.project_query(before.hidden.to(device)), cos.to(device), sin.to(device)
+            turns = self.spec.rope(self.cache.counters.positions(*places))
+            cos, sin = (part.to(before.cos.dtype) for part in turns)
+        query = self.spec.project_query(before.hidden.to(device))
+        cos, sin = cos.to(device), sin.to(device)
+        if finish is not None:
+            rotated = ops.rotate(query, cos, sin)
+            query = finish(rotated, self.cache.counters.positions(*places))
+            cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
+        return query, cos, sin
 
     def fetches(self, q: Tensor) -> Fetched:
         return self.nearest(narrowed_queries(q, self.basis, self.spec.scale))
@@ -276,6 +285,8 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
         # a guess then needs the positions, which each sequence has for itself
         if not self.all_alike:
             return "some layers do not rotate, and others guess for them"
+        if self.spec.finish_query is not None:
+            return "the model norms or scales queries after their rotation"
         return super().together_refusal()
 
     def joined(self) -> dict[str, Tensor]:
@@ -349,7 +360,7 @@ class InfiniGen(PooledMethod):
     offloads = True
     asks_ahead = True
     takes = {KeptCodec: None}
-    needs = (ROTATION, QUERIES)
+    needs = (QUERIES,)
     tunable = {
         "alpha": (4, 8, 16, 99),
         "partial_ratio": (0.1, 0.2, 0.4, 1),

@@ -24,7 +24,7 @@ from harness.engine.pairing import Pairing, pairing_of
 from harness.engine.rotation import TextRotary, in_place, text_rotary
 from harness.engine.trial import LayerTrial, trial, unsupported
 from harness.models import probe
-from harness.models.base import is_listed
+from harness.models.base import ORIGINAL, is_listed
 from harness.models.devices import current
 from harness.models.layer_kinds import layer_kinds
 from methods.base import AttnInput, LayerSpec
@@ -271,7 +271,8 @@ def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
             rotary_dim=pairing.width or None,
             unknown=_TRIED[module].unknown if module in _TRIED else (),
             device=next(module.parameters()).device,
-            project_query=QueryProjection(module, model, pairing),
+            project_query=(projection := QueryProjection(module, model, pairing)),
+            finish_query=projection.finish,
             window=window,
             sink_logits=None
             if (sinks := getattr(module, "sinks", None)) is None
@@ -352,6 +353,7 @@ class QueryProjection:
         self.model, self.pairing = model, pairing
         self.num_heads: int = model.config.num_attention_heads
         weight = getattr(getattr(module, "q_norm", None), "weight", None)
+        self.finish = _after_rotation(module)
         # OLMo 2: all heads as one
         self.norms_whole = weight is not None and weight.shape[-1] != module.head_dim
 
@@ -370,3 +372,19 @@ class QueryProjection:
         if hasattr(self.module, "q_norm") and not self.norms_whole:
             q = self.module.q_norm(q)
         return self.pairing.in_halves(q.transpose(1, 2))
+
+
+def _after_rotation(module: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Return what an attention module does to rotated queries [B H T D] at positions [T]: Hunyuan
+    norms them, and Ministral 3 scales them by their position (as Llama 4). None: nothing."""
+    if (norm := getattr(module, "query_layernorm", None)) is not None:
+        return lambda q, places: norm(q)
+    rope = getattr(module.config, "rope_parameters", None) or {}
+    if not (beta := rope.get("llama_4_scaling_beta")):
+        return None
+
+    def scaled(q: Tensor, places: Tensor) -> Tensor:
+        factors = 1 + beta * torch.log1p(places // rope[ORIGINAL])
+        return q * factors[:, None].to(q.dtype)
+
+    return scaled

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from inspect import unwrap
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,12 +33,20 @@ class LayerTrial(NamedTuple):
     unknown: tuple[str, ...] = ()  # as in `LayerSpec`
 
 
+class Projection(Protocol):
+    """Compute what methods are told of the queries of a layer (`LayerSpec`)."""
+
+    finish: Callable[[Tensor, Tensor], Tensor] | None
+
+    def __call__(self, hidden: Tensor) -> Tensor: ...
+
+
 def trial(
-    model: Any, pairing: Pairing | None, projections: Sequence[Callable[[Tensor], Tensor]]
+    model: Any, pairing: Pairing | None, projections: Sequence[Projection]
 ) -> list[LayerTrial]:
     """Return what a model of transformers does in each layer. `pairing`: how it seems to rotate,
-    None if that is not known; `projections`: what methods would compute queries with, before their
-    rotation. Raise `UnsupportedError` if the engine would compute the model wrongly."""
+    None if that is not known; `projections`: what methods would compute queries with. Raise
+    `UnsupportedError` if the engine would compute the model wrongly."""
     decoder = model.get_decoder()
     rotary = decoder.rotary_emb
     places = (0, 7, (getattr(model.config, WINDOW, None) or FAR) - 1)
@@ -57,7 +65,8 @@ def trial(
     finally:
         decoder.rotary_emb = rotary
     return [
-        _tried(call, pairing, project) for call, project in zip(calls, projections, strict=True)
+        _tried(call, pairing, project, torch.tensor(places))
+        for call, project in zip(calls, projections, strict=True)
     ]
 
 
@@ -86,24 +95,26 @@ def _looks_ahead(rotary: Any, places: Sequence[int]) -> bool:
 
 
 @torch.no_grad()
-def _tried(call: Call, pairing: Pairing | None, project: Callable[[Tensor], Tensor]) -> LayerTrial:
-    """Return what one layer does. All tokens have the same states, so that its keys differ by their
-    rotation alone."""
+def _tried(call: Call, pairing: Pairing | None, project: Projection, places: Tensor) -> LayerTrial:
+    """Return what one layer does with tokens at `places` [T]. All have the same states, so that its
+    keys differ by their rotation alone."""
     rotates = not _alike(call.key, call.key[:, :, :1])
     if pairing is None:
         return LayerTrial(rotates, (ROTATION, QUERIES))
     q, k = map(pairing.in_halves, (call.query, call.key))
     cos, sin = (pairing.angles.as_halves(part.to(k.device)) for part in call.rotation)
+    unknown = []
     if rotates:
         before = unrotate(k, cos, sin)
-        if not _alike(before, before[:, :, :1]):
-            return LayerTrial(rotates, (ROTATION, QUERIES))
+        unknown += [ROTATION] * (not _alike(before, before[:, :, :1]))
     try:
         ours = project(call.hidden.to(k.device))
-        known = _alike(rotate(ours, cos, sin) if rotates else ours, q)
+        ours = rotate(ours, cos, sin) if rotates else ours
+        ours = project.finish(ours, places.to(k.device)) if project.finish else ours
+        known = _alike(ours, q)
     except (AttributeError, RuntimeError):  # its projection is another module, or has another form
         known = False
-    return LayerTrial(rotates, () if known else (QUERIES,))
+    return LayerTrial(rotates, (*unknown, *([] if known else [QUERIES])))
 
 
 def _alike(x: Tensor, other: Tensor) -> bool:

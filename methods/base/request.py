@@ -42,6 +42,9 @@ class LayerSpec:
     rope: Callable[[Tensor], tuple[Tensor, Tensor]]
     # this layer's [B T E] input -> q [B H T D] before the rotation
     project_query: Callable[[Tensor], Tensor]
+    # rotated q [B H T D] and positions [T] -> what attention is given, where the model norms or scales queries after
+    # their rotation; None: it does not
+    finish_query: Callable[[Tensor, Tensor], Tensor] | None = field(default=None, compare=False)
     # how many tokens one sees, itself included; None: all, as in a method's layers
     window: int | None = None
     # [H] fp32 (kernels/sink_logits.py)

@@ -76,12 +76,13 @@ class KVPress(Method):
         build(self.press)
         projection = spec.project_query
         other = isinstance(projection, QueryProjection) and (
-            projection.pairing.neighbours or projection.norms_whole
+            projection.pairing.neighbours or projection.norms_whole or projection.finish
         )
         if other or (spec.rotary_dim or spec.head_dim) < spec.head_dim:
             raise KVPressError(
                 "This model rotates a part of each head, or neighbouring channels together, or norms the queries of "
-                "all heads as one, which no press of kvpress can do: choose a method that is not kvpress."
+                "all heads as one, or changes them after their rotation, which no press of kvpress can do: choose a "
+                "method that is not kvpress."
             )
 
     def cost(self, case: LayerWorkload) -> Cost:

@@ -26,8 +26,8 @@ from methods.base import Method
 from methods.full import Full
 from methods.pools import KVStore, PerHeadStore
 from methods.tova import TOVA
-from tests.harness.models.test_unlisted import UNLISTED, model_of
-from tests.tiny import HYBRID, prompt, tiny
+from tests.harness.models.test_unlisted import FINISHED, UNLISTED
+from tests.tiny import HYBRID, fresh, prompt, tiny
 
 pytestmark = pytest.mark.skipif(
     find_spec("kvpress") is None, reason="kvpress is not installed: `make setup` does it, and its error says how"
@@ -156,9 +156,10 @@ def test_a_press_finds_the_rotation_of_its_layer(architecture: str) -> None:
         assert_close(torch.atan2(sin, cos).cos(), angles.cos(), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("architecture", ["glm", "phi4", "olmo2"])
+@pytest.mark.parametrize("architecture", ["glm", "phi4", "olmo2", "ministral3"])
 def test_a_press_is_refused_where_it_would_compute_queries_otherwise_than_the_model(architecture: str) -> None:
-    made = model_of(architecture) if architecture in UNLISTED else tiny(architecture)
+    others = UNLISTED | FINISHED
+    made = fresh(architecture, **others[architecture]) if architecture in others else tiny(architecture)
     with (
         pytest.raises(KVPressError, match=r"rotates a part of each head, .* or norms the queries of all heads as one"),
         attached(made, KVPress(press=EXPECTED), budget=BUDGET),

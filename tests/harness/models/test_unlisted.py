@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,12 @@ from harness.reports.conditions import conditions
 from methods.base import Method
 from methods.base.request import QUERIES, ROTATION
 from methods.full import Full
-from methods.infinigen import InfiniGen
+from methods.infinigen import InfiniGen, InfiniGenRead
 from methods.pqcache import PQCache
 from methods.shadowkv import ShadowKV
 from methods.snapkv import SnapKV
 from methods.streaming import Streaming
+from tests.families import batch_of
 from tests.fast import niah
 from tests.tiny import SHAPE, fresh, prompt, tiny
 from tests.tiny import saved as saved_in
@@ -93,6 +95,42 @@ def test_what_methods_are_told_is_tried_and_only_those_that_need_what_is_unknown
     for kind, method, what in (("nanochat", ShadowKV(), ROTATION), turned, ("olmo", InfiniGen(), QUERIES)):
         with pytest.raises(ValueError, match=f"{type(method).__name__} must know {what}"):
             answered(model_of(kind), prompt(30), method)
+
+
+SCALES = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+FINISHED = {  # Hunyuan norms what it has rotated, Ministral 3 scales queries by their position
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "ministral3": {"head_dim": 16, "rope_parameters": SCALES | {"llama_4_scaling_beta": 0.3}},
+}
+
+
+@pytest.mark.tokens
+@pytest.mark.parametrize("kind", FINISHED)
+def test_queries_that_change_after_their_rotation_are_guessed(kind: str) -> None:
+    """Given a layer's own input, InfiniGen's guess is the query itself; a press would leave the change out."""
+    model, ids, calibration = fresh(kind, **FINISHED[kind], eos_token_id=None), prompt(70), prompt(64, seed=9)
+    for layer in model.model.layers:
+        for name, weight in layer.self_attn.named_parameters():
+            if "layernorm" in name:
+                weight.data.uniform_(0.3, 3.0)
+    method = InfiniGen(calibration_tokens=64, dense_layers=(0,))
+    expected = model.generate(ids, max_new_tokens=6, do_sample=False)[0, 70:].tolist()
+    with attached(model, method, budget=1.0, calibration=calibration) as kv:
+        assert Engine(kv).generate(ids, max_new_tokens=6).tokens[0] == expected
+        assert QUERIES not in kv.specs[0].unknown
+    with attached(model, method, budget=0.4, calibration=calibration) as kv:
+        alone = [Engine(kv).generate(text, max_new_tokens=8).tokens[0] for text in (ids, prompt(50))]
+        assert batch_of(Engine(kv), (ids, prompt(50))) == alone
+        cache, seen = kv.cache(capacity=80), list[Any]()
+        for layer in cache.layers:
+            inner = layer.prefill
+            layer.prefill = lambda x, inner=inner: (seen.append(x), inner(x))[1]  # type: ignore[method-assign, misc]
+        kv.model(ids, past_key_values=cache)
+        cache.seal()
+        for index in (1, 2):
+            read: InfiniGenRead = cache.layers[index].policies[0]  # type: ignore[attr-defined]
+            guessed = read.guessed_query(replace(seen[index - 1], hidden=seen[index].hidden))
+            torch.testing.assert_close(guessed, seen[index].q)
 
 
 def test_a_class_is_tried_again_with_other_weights() -> None:
