@@ -121,13 +121,13 @@ def settings_page() -> str:
 
 
 def _parameter_rows(group: str, entry: Entry) -> Iterator[tuple[str, str, str]]:
-    """Of the yaml files for one class the first shows every parameter, the others what they change."""
-    first = next(other for other in entries(group) if other.target == entry.target)
+    """Of the yaml files for one class the first but presets shows every parameter, others what they change."""
+    first = next(other for other in entries(group) if other.target == entry.target and other.base is None)
     same = set() if first == entry else {given for given, _ in parameters_of(first)}
     rows = [(given, meaning) for given, meaning in parameters_of(entry) if given not in same]
     for place, (given, meaning) in enumerate(rows or [("", entry.headline)]):
         name = code(entry.name) if place == 0 else ""
-        yield name, code(given and f"{group}.{given}"), meaning or entry.headline
+        yield name, code(given and f"{group}.{given}"), (entry.base is None and meaning) or entry.headline
 
 
 def methods_page(methods: Sequence[Entry]) -> str:

@@ -72,7 +72,8 @@ def running(whole: PreTrainedConfig, config: Mapping[str, Any]) -> PreTrainedCon
         settings = text.to_dict() | TEXT_PARTS[config["architectures"][0]]
         settings["rope_parameters"] = _on_one_axis(settings["rope_parameters"])
         text = AutoConfig.for_model(**settings)
-        text.model_type = whole.model_type  # by which transformers knows how experts are stored
+        # by which transformers knows how experts are stored
+        text.model_type = whole.model_type  # type: ignore[misc]
         tied = whole.tie_word_embeddings if tied is None else tied
     if tied is not None:
         text.tie_word_embeddings = tied
