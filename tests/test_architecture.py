@@ -56,7 +56,7 @@ ROOMS: dict[str, set[str] | None] = {
 TRANSFORMERS = {
     f"harness/{name}.py"
     for name in (
-        *(f"engine/{name}" for name in ("attach", "cache", "forward", "hf", "loop", "rotation")),
+        *(f"engine/{name}" for name in ("attach", "cache", "forward", "hf", "loop", "rotation", "states")),
         "prompts/prompt",  # the day that chat templates are told
     )
 }

@@ -59,6 +59,31 @@ FURTHER: dict[str, dict[str, Any]] = {  # families that tests/families.py alone 
         "mm_tokens_per_image": 4,
     },
 }  # fmt: skip
+GDN: dict[str, Any] = {  # Gated DeltaNet
+    "num_hidden_layers": 4, "layer_types": 3 * ["linear_attention"] + ["full_attention"], "head_dim": 16,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
+MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_chunk_size": 16}
+FEW: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+STATEFUL: dict[str, dict[str, Any]] = {  # some of their layers keep a state in place of keys and values, or beside them
+    "qwen3_5_text": GDN,
+    "qwen3_next": GDN | FEW | {"num_experts": 4, "shared_expert_intermediate_size": 48},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mlp", "attention"], "head_dim": 16, "mamba_num_heads": 8,
+        "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 16,
+    },  # its attention does not rotate
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 256, "head_dim": 16},  # each layer has both
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16},
+    "granitemoehybrid": MAMBA
+    | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64}
+    | {"layer_types": ["mamba", "attention", "mamba"]},
+    "jamba": {
+        "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 8,
+        "mamba_dt_rank": 8, "use_mamba_kernels": False,
+    },
+    "bamba": MAMBA | {"attn_layer_indices": [1]},
+    "olmo_hybrid": GDN,
+}  # fmt: skip
 HYBRID = ("gemma3_text", "gpt_oss")  # they run their own forward, and some of their layers slide
 BY_BLOCKS = tuple(name for name in ARCHITECTURES if name not in HYBRID)
 
@@ -74,7 +99,7 @@ def tiny(architecture: str) -> PreTrainedModel:
 
 def fresh(architecture: str, **more: Any) -> PreTrainedModel:
     """A fresh model of `tiny`, or of another type that transformers knows, with `more` in its config."""
-    own = (ARCHITECTURES | PARTLY | FURTHER).get(architecture, {})
+    own = (ARCHITECTURES | PARTLY | FURTHER | STATEFUL).get(architecture, {})
     shape = {"model_type": architecture} | SHAPE | own | more
     config = AutoConfig.for_model(**shape, initializer_range=0.15)
     with torch.random.fork_rng(devices=[]):

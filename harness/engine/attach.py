@@ -31,6 +31,7 @@ from harness.engine.hf import forget_trial, is_routed, layer_specs, routed
 from harness.engine.loop import STEP, LoopCache, LoopCalls, LoopUsage
 from harness.engine.rotation import text_rotary
 from harness.engine.second_reading import Repeating, Run, SecondReading
+from harness.engine.states import fresh_states
 from harness.engine.weights import checksum, parts
 from harness.models.devices import note_devices, wait_for
 from methods.abilities import ability, asked, refuse
@@ -160,7 +161,7 @@ class Attachment:
             request, checks=Checks(self._unchecked), engine=self.engine, ahead=self.ahead
         )
         cache = kind(start_layers(self.model_specs, state, self.method.start), state)
-        cache.rotary = self.rotary
+        cache.rotary, cache.states = self.rotary, fresh_states(self.model.config)
         cache.closes_early = request.placement != DEVICE or self.method.closes_early
         if ability(self.method, Repeat) is not None:
             cache.before_seal = SecondReading(self.read_again, self.run)
@@ -350,6 +351,7 @@ def observer(
         request = Request(batch=1, capacity=tokens, dtype=model.dtype, device=model.device)
         state = CacheState(request)
         cache = KVCache(reference_layers(specs, state), state)
+        cache.states = fresh_states(model.config)
         cache.watch = inputs = _Inputs(cache)
         ids = text[:, :tokens].to(model.device)
         with nullcontext() if is_routed(model) else routed(model):

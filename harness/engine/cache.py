@@ -18,6 +18,7 @@ from transformers import Cache
 
 from harness.engine.copies import copied_into
 from harness.engine.rotation import TextRotary
+from harness.engine.states import ModelStates
 from harness.models.devices import current
 from kernels.step_inputs import StepInputs
 from methods.base import AttnInput, CacheState, KVLayer, NextRow
@@ -26,6 +27,7 @@ from methods.layers.returned import check_rows, unwritten
 from methods.tiers.traffic import Traffic
 
 State = Callable[[int], Mapping[str, Tensor]]  # waits for the state of a layer and returns it
+Run = Callable[[Tensor, Any], Tensor]  # hidden states [B T E] and the cache of states -> [B T E]
 
 
 class UnsupportedError(NotImplementedError):
@@ -90,6 +92,8 @@ class KVCache(Cache):
     recomputed = 0  # how often the text was computed again because it outgrew its rotation
     # what an ability does with the first prompt when it is complete
     before_seal: BeforeSeal | None = None
+    # of a hybrid model's layers without keys and values; None if it has no such layers
+    states: ModelStates | None = None
 
     def __init__(self, layers: Sequence[KVLayer], state: CacheState) -> None:
         """`state`: what all layers share, such as the request and the counts of steps and traffic;
@@ -122,6 +126,8 @@ class KVCache(Cache):
             if layer not in self._closed:
                 self.close(layer)
         self._closed.clear()
+        if self.watch is not None and self.states is not None:
+            self.watch.states = self.states.copy()
         self.sealed, self._further, self.sealed_tokens = True, True, self.num_tokens
 
     def close(self, layer: int) -> None:
@@ -148,10 +154,14 @@ class KVCache(Cache):
 
     def contents(self) -> list[dict[str, Tensor]]:
         """End the turn and return what each layer of the cache needs to continue with a further
-        one: its keys and values and its method's own tensors, by name (`KVLayer.state`). The
-        tensors are views: copy what should last."""
+        one: its keys and values and its method's own tensors, by name (`KVLayer.state`). The first
+        brings the model's states (`ModelStates.state`). The tensors are views: copy what should
+        last."""
         self.await_layers()
-        return [layer.state() for layer in self.layers]
+        held = [layer.state() for layer in self.layers]
+        if self.states is not None:
+            held[0] |= self.states.state()
+        return held
 
     def whole_contents(self) -> list[dict[str, Tensor]]:
         """End the turn and return what each layer needs to continue (`contents`), after all its
@@ -182,7 +192,10 @@ class KVCache(Cache):
             self._await(layer)
 
     def _await(self, layer: int) -> None:
-        self.layers[layer].restore(self._awaited.pop(layer)(layer))
+        held = self._awaited.pop(layer)(layer)
+        if self.states is not None and not layer:
+            self.states.restore(held, self.num_tokens)
+        self.layers[layer].restore(held)
 
     def begin(self, ids: Tensor | None = None) -> None:
         """Prepare for a forward of the model before its first token arrives. `ids` [B T]: its
@@ -317,6 +330,18 @@ class KVCache(Cache):
         if self.watch is not None:
             self.watch.decode(self.layers[layer], x, out)
         return out
+
+    def advance_state(self, layer: int, run: Run, hidden: Tensor) -> Tensor:
+        """Return what `run` makes of hidden states [B T E] in a layer of the model with a state, by
+        its place in the model. The state goes on by T tokens."""
+        assert self.states is not None
+        if not self._arriving:
+            self.expect(*hidden.shape[:2])
+        if self.sealed:
+            self.refuse_prompt(self._arriving)
+        if 0 in self._awaited:
+            self._await(0)
+        return self.states.advance(layer, run, hidden, self.num_tokens)
 
     @staticmethod
     def refuse_prompt(tokens: int) -> None:

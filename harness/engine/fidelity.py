@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.engine.cache import KVCache
+from harness.engine.states import ModelStates
 from kernels.sink_logits import softmax
 from methods.base import AttnInput, CacheState, KVLayer, LayerSpec, Request
 from methods.full import Full
@@ -72,6 +73,7 @@ class Fidelity:
         # of each step: the length of the text by which the model rotated it, the token [B 1] that
         # was fed, and the logits [B V]
         self.steps: list[tuple[int, Tensor, Tensor]] = []
+        self.states: ModelStates | None = None  # of a hybrid model, after the prompt
 
     def prefill(self, layer: int, x: AttnInput) -> None:
         """Store the keys and values of a chunk of the prompt for the comparison, in layer number
@@ -140,6 +142,8 @@ class Fidelity:
         layers = [layer if isinstance(layer, Layer) else copy(layer) for layer in self.prompt]
         cache = KVCache(layers, self.state)
         cache.num_tokens = sealed
+        if self.states is not None:
+            cache.states = self.states.copy()
         parts = list[Tensor]()
         try:
             for length, steps in groupby(self.steps, key=itemgetter(0)):

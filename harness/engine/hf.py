@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from copy import copy, deepcopy
+from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,21 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from harness.engine.cache import KVCache, UnsupportedError
 from harness.engine.pairing import Pairing, pairing_of
-from harness.engine.rotation import TextRotary, in_place, text_rotary
-from harness.engine.trial import LayerTrial, trial, unsupported
+from harness.engine.rotation import (
+    NoRotary,
+    TextRotary,
+    grid,
+    in_place,
+    rotary_of,
+    text_rotary,
+    unturned,
+)
+from harness.engine.trial import LayerTrial, by_token, goes_by_token, trial, unsupported
 from harness.models import probe
 from harness.models.base import ORIGINAL, is_listed
 from harness.models.devices import current
 from harness.models.layer_kinds import layer_kinds
+from harness.models.state_modules import Run, StateModule, called_by, state_modules
 from methods.base import AttnInput, LayerSpec
 
 NAME = "kv_harness"
@@ -34,14 +43,18 @@ NAME = "kv_harness"
 PrepareCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], dict[str, Any]]
 # attention modules of classes not listed
 _TRIED: WeakKeyDictionary[nn.Module, LayerTrial] = WeakKeyDictionary()
+# modules whose state goes on by one token at a time
+_BY_TOKEN: WeakSet[nn.Module] = WeakSet()
 
 
 class _Call(NamedTuple):
     """Hold what the hook before an attention module knows and transformers does not pass to the
     attention function: the cache, the hidden states, cos and sin in the form of kernels/rope.py, and
-    which channels the model rotates together."""
+    which channels the model rotates together. `layer`: the module's place among those that hold keys
+    and values."""
 
     cache: KVCache
+    layer: int
     hidden: Tensor
     rotation: tuple[Tensor, Tensor]
     pairing: Pairing
@@ -78,8 +91,7 @@ def _attention(
         raise UnsupportedError("Attention dropout is on: call model.eval() first.")
     assert kv_call is not None
     cache = kv_call.cache
-    place: int = module.layer_idx  # type: ignore[assignment]
-    spec = cache.layers[place].spec
+    spec = cache.layers[kv_call.layer].spec
     if (
         sliding_window is not None
         and sliding_window < cache.capacity
@@ -102,7 +114,7 @@ def _attention(
     x = AttnInput(query, key, value, *kv_call.rotation, kv_call.hidden, cache.num_tokens)
     with current(query.device):
         # some models view it in another shape
-        return cache.attend(place, x).transpose(1, 2).contiguous(), None
+        return cache.attend(kv_call.layer, x).transpose(1, 2).contiguous(), None
 
 
 def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
@@ -115,15 +127,31 @@ def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> No
         )
 
 
-def _before_attention(
-    pairing: Pairing, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-    cache = kwargs.get("past_key_values")
+def _ours(cache: object) -> KVCache:
+    """Return the cache of a call. Raise `UnsupportedError` if it is none of ours."""
     if not isinstance(cache, KVCache):
         raise UnsupportedError(
             f"An attached model needs past_key_values from its attachment's cache(...), got {type(cache).__name__}: "
             "call the model and not a part of it, and it gets one by itself."
         )
+    return cache
+
+
+def _advance_state(found: StateModule, run: Run, hidden: Tensor, cache: object) -> Tensor:
+    """Run a module with a state in the place of its forward, on the state in the cache of the call."""
+    if found.module in _BY_TOKEN:
+        run = partial(by_token, found, run)
+    return _ours(cache).advance_state(found.index, run, hidden)
+
+
+def _before_attention(
+    layer: int,
+    pairing: Pairing,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, dict[str, Any]]:
+    cache = _ours(kwargs.get("past_key_values"))
     asked = module.config._attn_implementation  # type: ignore[union-attr]
     if asked != NAME:
         raise UnsupportedError(
@@ -132,8 +160,11 @@ def _before_attention(
         )
     cache._hooked = module.layer_idx  # type: ignore[assignment]
     hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    rotation = _rotation(module, pairing, kwargs["position_embeddings"])
-    return args, {**kwargs, "kv_call": _Call(cache, hidden, rotation, pairing)}
+    given = kwargs.get("position_embeddings")
+    if given is None:
+        given = unturned(hidden, pairing.width)
+    rotation = _rotation(module, pairing, given)
+    return args, {**kwargs, "kv_call": _Call(cache, layer, hidden, rotation, pairing)}
 
 
 class _Forwards:
@@ -209,12 +240,15 @@ def routed(model: PreTrainedModel, prepare: PrepareCall | None = None) -> Iterat
         model.set_attn_implementation(NAME)
         rotary = text_rotary(model)
         undo.enter_context(in_place(model, rotary))
-        before_attention = partial(_before_attention, channel_pairing(model))
+        pairing, modules = channel_pairing(model), attention_modules(model)
+        undo.enter_context(called_by(state_modules(model), _advance_state))
         forwards = _Forwards(prepare, rotary)
         for hook in (
             *(
-                module.register_forward_pre_hook(before_attention, with_kwargs=True)
-                for module in attention_modules(model)
+                module.register_forward_pre_hook(
+                    partial(_before_attention, layer, pairing), with_kwargs=True
+                )
+                for layer, module in enumerate(modules)
             ),
             model.register_forward_pre_hook(forwards.before, with_kwargs=True),
             model.register_forward_hook(forwards.after, with_kwargs=True),
@@ -229,18 +263,24 @@ def channel_pairing(model: PreTrainedModel) -> Pairing:
     methods could not undo its rotation; a model whose class is not listed is tried first, and has
     `Pairing(0)` then."""
     modules: list[Any] = attention_modules(model)
-    rotary = text_rotary(model) or deepcopy(model.get_decoder().rotary_emb)
+    rotary = rotary_of(model, modules[0].head_dim)
     asked = Rotary(rotary, modules[0], next(model.parameters()).device, Pairing(0))
     listed = is_listed(model)
     pairing: Pairing | None = None
     try:
-        pairing = pairing_of(modules[0], asked.as_given, modules[0].head_dim)
+        pairing = (
+            Pairing(rotary.width)
+            if isinstance(rotary, NoRotary)
+            else pairing_of(modules[0], asked.as_given, modules[0].head_dim)
+        )
     except UnsupportedError:
         if listed:
             raise
     if not listed and modules[0] not in _TRIED:
         projections = [QueryProjection(module, model, pairing or Pairing(0)) for module in modules]
         _TRIED.update(zip(modules, trial(model, pairing, projections), strict=True))
+        stateful = state_modules(model)
+        _BY_TOKEN.update({x.module for x in stateful if goes_by_token(model, x)})
     return pairing or Pairing(0)
 
 
@@ -257,7 +297,7 @@ def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
     (methods/layers/window.py)."""
     modules: list[Any] = attention_modules(model)
     windows, pairing = layer_kinds(model.config).windows, channel_pairing(model)
-    rotary = text_rotary(model) or deepcopy(model.get_decoder().rotary_emb)
+    rotary = rotary_of(model, modules[0].head_dim)
     kinds = [(rotates(module), getattr(module, "layer_type", None)) for module in modules]
     return [
         LayerSpec(
@@ -334,7 +374,8 @@ class Rotary:
     def as_given(self, positions: Tensor) -> Any:
         """Return cos and sin of positions [P] in the form in which the model computes them."""
         like = torch.empty(0, dtype=torch.float32, device=self.device)
-        return self.rotary(like, positions.to(self.device).unsqueeze(0), *self.kind)
+        asked = grid(self.rotary, positions.to(self.device).unsqueeze(0))
+        return self.rotary(like, asked, *self.kind)
 
 
 def _rotation(module: Any, pairing: Pairing, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

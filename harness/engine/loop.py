@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from harness.engine.batch.cache import SlotsCache
-from harness.engine.cache import KVCache, RoomError, UnsupportedError
+from harness.engine.cache import KVCache, RoomError, Run, UnsupportedError
 from kernels.step_inputs import to_device
 from methods.base import AttnInput, CacheState, KVLayer
 
@@ -211,6 +211,18 @@ class PaddedCache(LoopCache):
                 out[row, :, tokens] = member.attend(layer, _row(x, row, tokens, member.num_tokens))[
                     0
                 ]
+        return out
+
+    def advance_state(self, layer: int, run: Run, hidden: Tensor) -> Tensor:
+        if not self._arriving:
+            self.expect(*hidden.shape[:2])
+        if self.sealed and self._slots is not None:
+            return self._slots.advance_state(layer, run, hidden)
+        out = torch.zeros_like(hidden)
+        for row, (member, tokens) in enumerate(zip(self._members, self._tokens, strict=True)):
+            if len(tokens):
+                own = hidden[row : row + 1].index_select(1, tokens)
+                out[row, tokens] = member.advance_state(layer, run, own)[0]
         return out
 
     def contents(self) -> list[dict[str, Tensor]]:

@@ -87,7 +87,7 @@ class TextRotary(nn.Module):
         cos = sin = torch.empty(0)
         for stage in set(stages):
             rows = [row for row, other in enumerate(stages) if other == stage]
-            own = self._turned(x, position_ids[rows], stage, *kind)
+            own = self._turned(x, position_ids[..., rows, :], stage, *kind)
             if not cos.numel():
                 cos, sin = (part.new_empty(len(stages), *part.shape[1:]) for part in own)
             cos[rows], sin[rows] = own
@@ -110,7 +110,7 @@ class TextRotary(nn.Module):
             name, like = "_".join((*kind, "inv_freq")), torch.empty(0, device=device)
             setattr(self.own, name, getattr(self.own, name).clone())  # the module writes to it
             for position in (0, max(stage - 1, 0)):
-                self.own(like, torch.tensor([[position]], device=device), *kind)
+                self.own(like, grid(self.own, torch.tensor([[position]], device=device)), *kind)
             self._frequencies[stage, kind] = getattr(self.own, name).clone()
         return self._frequencies[stage, kind].to(device)
 
@@ -125,8 +125,8 @@ def _varying(kinds: str | dict[str, str]) -> set[str]:
 def text_rotary(model: PreTrainedModel) -> TextRotary | None:
     """Return the module that rotates the texts of `model` by their length, or None if its rotation
     is the same for all lengths."""
-    rotary: Any = model.get_decoder().rotary_emb
-    if isinstance(rotary, TextRotary):
+    rotary: Any = own_rotary(model)
+    if rotary is None or isinstance(rotary, TextRotary):
         return rotary
     kinds = getattr(rotary, "rope_type", "default")
     if not _varying(kinds):
@@ -136,6 +136,44 @@ def text_rotary(model: PreTrainedModel) -> TextRotary | None:
     prepare = unwrap(kind.prepare_inputs_for_generation)
     drops = kinds == "longrope" and ORIGINAL in prepare.__code__.co_names
     return TextRotary(rotary, getattr(model.config, ORIGINAL) if drops else None)
+
+
+class NoRotary(nn.Module):
+    """Stand for the rotary module of a model that rotates nothing because its states place tokens
+    (Jamba, Nemotron-H): all angles of the `width` channels of a head are 0."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.register_buffer("inv_freq", torch.zeros(width // 2), persistent=False)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, each [1|B T R], of position_ids [1|B T]."""
+        return unturned(x.new_empty(*position_ids.shape, 0), self.width)
+
+
+def unturned(like: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return cos 1 and sin 0, each [B T R], for R = `width` channels of tokens `like` [B T E]."""
+    shape = *like.shape[:2], width
+    return like.new_ones(shape), like.new_zeros(shape)
+
+
+def grid(rotary: nn.Module, position_ids: Tensor) -> Tensor:
+    """Return positions [1|B T] of a text in the form that a rotary module takes: Qwen3.5's wants those
+    of time, height and width, [3 1|B T], which are the same in a text."""
+    return position_ids.expand(3, -1, -1) if hasattr(rotary, "mrope_section") else position_ids
+
+
+def own_rotary(model: PreTrainedModel) -> nn.Module | None:
+    """Return the model's rotary module, None if it has none."""
+    return getattr(model.get_decoder(), "rotary_emb", None)
+
+
+def rotary_of(model: PreTrainedModel, head_dim: int) -> nn.Module:
+    """Return a module that gives the model's angles and is no part of it: its `text_rotary`, or else a
+    copy of its own module. A model without any turns all `head_dim` channels by 0."""
+    own = own_rotary(model)
+    return NoRotary(head_dim) if own is None else text_rotary(model) or deepcopy(own)
 
 
 def rotation_table(rotary: nn.Module, positions: int, like: Tensor) -> Tensor | None:

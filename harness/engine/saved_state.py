@@ -90,7 +90,7 @@ class Snapshot:
         self._cache, self._python, visited = cache, SavedState(cache), set[int]()
         held = [
             tensor.untyped_storage()
-            for root in (*cache.layers, cache.watch)
+            for root in (*cache.layers, cache.states, cache.watch)
             for tensor in changing(root, visited)
         ]
         unique = {storage.data_ptr(): storage for storage in held}

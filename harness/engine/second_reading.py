@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from harness.engine.cache import KVCache
+from harness.engine.cache import Run as StateRun
 from methods.abilities.repeat import Piece, attend_again
 from methods.base import AttnInput
 
@@ -47,9 +48,15 @@ class Repeating(KVCache):
     def __init__(self, cache: KVCache, piece: Piece) -> None:
         vars(self).update(vars(cache))
         self.piece, self.before_seal = piece, None
+        # the repetition follows the prompt, and is then forgotten
+        self.states = None if cache.states is None else cache.states.copy()
 
     def attend(self, layer: int, x: AttnInput) -> Tensor:
         return attend_again(self.layers[layer], x, self.piece)
+
+    def advance_state(self, layer: int, run: StateRun, hidden: Tensor) -> Tensor:
+        assert self.states is not None
+        return self.states.advance(layer, run, hidden, self.num_tokens)
 
     def text_lengths(self, arriving: int) -> list[int]:
         return super().text_lengths(0)

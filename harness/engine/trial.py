@@ -16,9 +16,12 @@ from torch import Tensor
 
 from harness.engine.cache import UnsupportedError
 from harness.engine.pairing import Pairing
+from harness.engine.rotation import grid, own_rotary, unturned
+from harness.engine.states import fresh_states
 from harness.models.base import WINDOW
 from harness.models.layer_kinds import layer_kinds
 from harness.models.probe import Call, ProbeError, probe
+from harness.models.state_modules import Run, StateModule
 from kernels.rope import rotate, unrotate
 from methods.base.request import QUERIES, ROTATION
 
@@ -47,15 +50,15 @@ def trial(
     """Return what a model of transformers does in each layer. `pairing`: how it seems to rotate,
     None if that is not known; `projections`: what methods would compute queries with. Raise
     `UnsupportedError` if the engine would compute the model wrongly."""
-    decoder = model.get_decoder()
-    rotary = decoder.rotary_emb
+    decoder, rotary = model.get_decoder(), own_rotary(model)
     places = (0, 7, (getattr(model.config, WINDOW, None) or FAR) - 1)
-    if _looks_ahead(deepcopy(rotary), places):
+    if rotary is not None and _looks_ahead(deepcopy(rotary), places):
         raise UnsupportedError(
             f"{type(model).__name__} rotates a token by the length of its text in a way of its own, which is not "
             "supported: choose another model."
         )
-    decoder.rotary_emb = deepcopy(rotary)  # which may note the longest position
+    if rotary is not None:
+        decoder.rotary_emb = deepcopy(rotary)  # which may note the longest position
     try:
         calls = probe(
             model, layer_kinds(model.config).windows, model.config.vocab_size // 2, places
@@ -63,7 +66,8 @@ def trial(
     except ProbeError as reason:
         raise unsupported(model, reason) from reason
     finally:
-        decoder.rotary_emb = rotary
+        if rotary is not None:
+            decoder.rotary_emb = rotary
     return [
         _tried(call, pairing, project, torch.tensor(places))
         for call, project in zip(calls, projections, strict=True)
@@ -83,10 +87,11 @@ def _looks_ahead(rotary: Any, places: Sequence[int]) -> bool:
     for all places at once. What transformers' decorator of its forward does is left out, because
     the engine knows that (harness/engine/rotation.py)."""
     plain, device = unwrap(type(rotary).forward), next(rotary.buffers(), torch.empty(0)).device
-    like, asked = torch.empty(0, device=device), torch.tensor([places], device=device)
+    like = torch.empty(0, device=device)
+    asked = grid(rotary, torch.tensor([places], device=device))
     for kind in getattr(rotary, "layer_types", None) or [None]:
         more = () if kind is None else (kind,)
-        alone, among = (plain(rotary, like, part, *more) for part in (asked[:, 1:2], asked))
+        alone, among = (plain(rotary, like, part, *more) for part in (asked[..., 1:2], asked))
         if not all(
             _alike(own, all_at_once[:, 1:2]) for own, all_at_once in zip(alone, among, strict=True)
         ):
@@ -102,7 +107,8 @@ def _tried(call: Call, pairing: Pairing | None, project: Projection, places: Ten
     if pairing is None:
         return LayerTrial(rotates, (ROTATION, QUERIES))
     q, k = map(pairing.in_halves, (call.query, call.key))
-    cos, sin = (pairing.angles.as_halves(part.to(k.device)) for part in call.rotation)
+    given = unturned(call.hidden, pairing.width) if call.rotation is None else call.rotation
+    cos, sin = (pairing.angles.as_halves(part.to(k.device)) for part in given)
     unknown = []
     if rotates:
         before = unrotate(k, cos, sin)
@@ -115,6 +121,33 @@ def _tried(call: Call, pairing: Pairing | None, project: Projection, places: Ten
     except (AttributeError, RuntimeError):  # its projection is another module, or has another form
         known = False
     return LayerTrial(rotates, (*unknown, *([] if known else [QUERIES])))
+
+
+def by_token(found: StateModule, run: Run, hidden: Tensor, states: Any) -> Tensor:
+    """Run a module on hidden states [B T E] one token at a time, if it goes on from a state."""
+    if not states.has_previous_state(found.index):
+        return run(hidden, states)
+    return torch.cat([run(token, states) for token in hidden.split(1, 1)], 1)
+
+
+@torch.no_grad()
+def goes_by_token(model: Any, found: StateModule) -> bool:
+    """Return whether a module with a state goes on from it by one token at a time alone: some (Jamba's)
+    forget the recurrent state where several tokens follow it, and give the same from any other."""
+    weight = next(found.module.parameters())
+    hidden = torch.randn(1, 2, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    outputs = []
+    for more in (0, 1):
+        states: Any = fresh_states(model.config)
+        for _ in range(2):
+            output = found.module(hidden.to(weight), **{found.cache: states})
+            recurrent = [
+                x for x in states.layers[found.index].recurrent_states.values() if x is not None
+            ]
+            for state in recurrent:
+                state.add_(more)
+        outputs.append(output)
+    return bool(recurrent) and torch.equal(*outputs)
 
 
 def _alike(x: Tensor, other: Tensor) -> bool:

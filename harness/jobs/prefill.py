@@ -21,6 +21,7 @@ from torch import Tensor
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
 from harness.engine.fidelity import reference_layers
+from harness.engine.states import fresh_states
 from harness.models.devices import parts_of
 from kernels import ops
 from methods.base import AttnInput, CacheState, KVLayer
@@ -134,10 +135,13 @@ class SharedPrefill:
         logits [B V]."""
         front = _Front(self.layers, self.state, self.followers)
         front.rotary = self.engine.attachment.rotary
+        front.states = fresh_states(self.engine.model.config)
         front.expect_text(self.prompts)
         logits = self.engine.prefill(front, self.prompts[:, :tokens])
         for cache, _ in self.followers:
             cache.num_tokens = front.num_tokens
+            if front.states is not None:
+                cache.states = front.states.copy()
             if cache.before_seal is not None:
                 cache.before_seal.note(self.prompts[:, :tokens])
         return logits

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.models.layer_kinds import layer_kinds
+from harness.models.state_modules import Run, StateModule, called_by, is_attention, state_modules
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -59,7 +62,8 @@ class Call(NamedTuple):
 
     module: nn.Module
     hidden: Tensor  # [1 T E]
-    rotation: tuple[Tensor, Tensor]  # cos and sin, as the model gives them
+    # cos and sin, as the model gives them; None if it gives none
+    rotation: tuple[Tensor, Tensor] | None
     query: Tensor  # [1 H T D]
     key: Tensor  # [1 G T D]
     value: Tensor
@@ -119,7 +123,8 @@ def probe(
     positions, `places`. Raise `ProbeError` if the engine would compute the model wrongly.
 
     `windows`: how many tokens each layer sees by the model's config; None for all. Attention is
-    left out: each token gets its own value, so that all have the same states in every layer."""
+    left out, and what layers with a state remember: each token gets its own value, so that all have
+    the same hidden states in every layer."""
     modules = attention_modules(model)
     calls, masks, cache = _noted(model, modules, token, places)
     if [call.module for call in calls] != modules:
@@ -127,7 +132,7 @@ def probe(
         raise ProbeError(
             f"does not attend once per layer through transformers' attention interface ({counted})"
         )
-    if cache.updated != list(range(len(modules))):
+    if cache.updated != list(layer_kinds(model.config).attending):
         raise ProbeError("has layers that share keys and values, or store none")
     for index, (call, window) in enumerate(zip(calls, windows, strict=True)):
         if reason := _unlike(call, window, masks):
@@ -153,31 +158,41 @@ def said(config: PreTrainedConfig) -> str | None:
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the attention modules of the decoder layers, in order. Raise `ProbeError` if the model
-    is not built of such layers."""
+    """Return the attention modules of the decoder layers that hold keys and values, in order. Raise
+    `ProbeError` if the model is not built of such layers."""
     if model.config.is_encoder_decoder:
         raise ProbeError("is an encoder-decoder")
-    # Granite 4.0's dense sizes are of a class that keeps states, and have no layer that does
-    named = getattr(model.config, "layer_types", None)
-    if layer_kinds(model.config).stateful or (model._is_stateful and not named):
-        raise ProbeError("keeps a state beside keys and values (linear attention or a state space)")
     if not getattr(model.config, "is_causal", True):
         raise ProbeError("attends to later tokens too (is_causal=false in its config)")
     decoder: Any = model.get_decoder()
-    layers = getattr(decoder, "layers", ())
-    modules: list[Any] = [getattr(layer, "self_attn", None) for layer in layers]
+    layers, kinds = getattr(decoder, "layers", ()), layer_kinds(model.config)
+    if model._is_stateful and not kinds.attending:
+        raise ProbeError(
+            "keeps a state alone, without keys and values (linear attention or a state space)"
+        )
+    modules = [_attention_of(layers[i]) for i in kinds.attending if i < len(layers)]
     if not modules or None in modules:
         names = vars(sys.modules[type(model).__module__])
         if any("alibi" in name for name in names) and getattr(model.config, "alibi", True):
             raise ProbeError(REFUSED["alibi"])
         raise ProbeError("is not built of decoder layers that have a `self_attn` each, as Llama is")
-    if not hasattr(decoder, "rotary_emb"):
+    if tuple(found.index for found in state_modules(model)) != kinds.stateful:
+        raise ProbeError("keeps states in another way than in the cache of one module per layer")
+    # where layers keep states, these place tokens, and attention need not
+    if not (hasattr(decoder, "rotary_emb") or kinds.stateful):
         raise ProbeError(
             "places tokens in another way than by rotating keys (learned positions or ALiBi)"
         )
     if getattr(model.config, "add_cross_attention", False):
         raise ProbeError("attends to the output of an encoder (cross attention)")
-    return modules
+    return [module for module in modules if module is not None]
+
+
+def _attention_of(layer: nn.Module) -> nn.Module | None:
+    """Return the attention module of a decoder layer: by its usual name, else by how it is divided."""
+    if (usual := getattr(layer, "self_attn", None)) is not None:
+        return usual
+    return next((module for module in layer.children() if is_attention(module)), None)
 
 
 def _noted(
@@ -191,8 +206,8 @@ def _noted(
 
     calls: list[Call] = []
     masks: dict[int, tuple[Tensor, Any]] = {}
-    cache: Any = _Cache(len(modules))
-    given: list[tuple[Tensor, tuple[Tensor, Tensor]]] = []
+    cache: Any = _Cache(model.config.num_hidden_layers)
+    given: list[tuple[Tensor, tuple[Tensor, Tensor] | None]] = []
     device = next(model.parameters()).device
 
     def attend(
@@ -215,11 +230,7 @@ def _noted(
 
     def before(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         rotation = keywords.get("position_embeddings")
-        if not (
-            isinstance(rotation, tuple)
-            and len(rotation) == 2
-            and all(map(torch.is_tensor, rotation))
-        ):
+        if not (_is_pair(rotation) or (rotation is None and layer_kinds(model.config).stateful)):
             raise ProbeError(
                 f"does not give its {type(module).__name__} cos and sin of the positions"
             )
@@ -242,7 +253,7 @@ def _noted(
     usual = model.config._attn_implementation
     try:
         model.set_attn_implementation(NAME)
-        with torch.device(device), torch.no_grad():
+        with torch.device(device), torch.no_grad(), _without_states(model, cache):
             ids, at = torch.full((1, len(places)), token), torch.tensor([places])
             model(ids, position_ids=at, past_key_values=cache, use_cache=True, logits_to_keep=1)
     except ProbeError:
@@ -257,6 +268,43 @@ def _noted(
         for hook in hooks:
             hook.remove()
     return calls, masks, cache
+
+
+def _is_pair(rotation: Any) -> bool:
+    """Return whether a rotation is cos and sin."""
+    import torch
+
+    return isinstance(rotation, tuple) and [*map(torch.is_tensor, rotation)] == [True, True]
+
+
+def _without_states(model: PreTrainedModel, cache: _Cache) -> AbstractContextManager[None]:
+    """Let the model's modules with a state run on each token alone. They must be given `cache`."""
+    alone = partial(_each_token_alone, model.config, cache)
+    return called_by(state_modules(model), alone)
+
+
+def _each_token_alone(
+    config: PreTrainedConfig,
+    cache: _Cache,
+    found: StateModule,
+    run: Run,
+    hidden: Tensor,
+    passed: Any,
+) -> Tensor:
+    """Run a module with a state on each of some tokens, hidden [1 T E], as if it were a text's first.
+    Raise `ProbeError` if the module was `passed` another cache than `cache`, or keeps nothing there."""
+    import torch
+    from transformers import DynamicCache
+
+    name, outputs = type(found.module).__name__, []
+    if passed is not cache:
+        raise ProbeError(f"does not give its {name} the cache as Llama's attention gets it")
+    for token in hidden.split(1, 1):
+        own: Any = DynamicCache(config=config)
+        outputs.append(run(token, own))
+    if not any(own.layers[found.index].is_conv_states_initialized.values()):
+        raise ProbeError(f"does not keep the state of its {name} in its cache")
+    return torch.cat(outputs, 1)
 
 
 def _unlike(call: Call, window: int | None, masks: Mapping[int, tuple[Tensor, Any]]) -> str | None:

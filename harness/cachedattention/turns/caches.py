@@ -147,7 +147,8 @@ class CachesBetweenTurns:
     ) -> list[int]:
         """Cut the stored history of a conversation, `tokens`, to `keep` tokens at most: its first
         `sinks` and its last ones (truncation.py). `naive`: keys stay rotated to where they stood.
-        Return the tokens that are left. Where the history is gone, the next turn computes them."""
+        Return the tokens that are left. Where the history is gone, or the model keeps states, the
+        next turn computes them."""
         found = self.resume(session, tokens, capacity)
         try:
             found.cache.await_layers()
@@ -156,7 +157,8 @@ class CachesBetweenTurns:
         finally:
             if found.loading is not None:
                 found.loading.account()
-        if found.reused < len(tokens):
+        # a state cannot forget the oldest tokens
+        if found.reused < len(tokens) or found.cache.states is not None:
             return both_ends(tokens, keep, sinks)
         contents, fresh = found.cache.whole_contents(), self.start(capacity)
         rotations = [Rotation(layer.spec.rope, fresh.state.request.dtype) for layer in fresh.layers]

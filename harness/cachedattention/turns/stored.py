@@ -3,7 +3,7 @@ new.
 
 What a cache holds is stored in two kinds. Rows are the keys and values of every token, in layers
 that keep all of them as the model made them, with keys before their rotation: they may be read in
-part and go on growing. Everything else is the rest: windows, what a method that evicts has kept (at
+part and go on growing. Everything else is the rest: windows, states, what a method that evicts has kept (at
 its positions), sums over queries, keys that a method rewrites. A rest can be used only if the next
 turn's text begins with exactly the tokens that were saved, to the last one."""
 
@@ -36,6 +36,7 @@ from harness.cachedattention.turns.caches import (
 from harness.cachedattention.turns.truncation import Rotation
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache
+from harness.models.layer_kinds import layer_kinds
 from methods.layers.storage import FIRST
 from methods.tiers.block import FAR, K, SplitRows, Tensors, V, stays_away
 
@@ -55,9 +56,12 @@ class StoredForm:
         self.by_token = has_rows(
             attachment.method, attachment.options.codec, budget.generated if budget else None
         )
+        self.stateful = bool(layer_kinds(attachment.model.config).stateful)
         # no rest
-        self.rows_alone = self.by_token and all(
-            spec.window is None for spec in attachment.model_specs
+        self.rows_alone = (
+            self.by_token
+            and not self.stateful
+            and all(spec.window is None for spec in attachment.model_specs)
         )
         # computing a text again, in one prefill, gives what was stored of it; in fewer bits to their rounding alone,
         # and not where sparse reads shape the rows of answers
@@ -346,6 +350,8 @@ class StoredCaches(CachesBetweenTurns):
         """Cut a history as `CachesBetweenTurns.shorten` does. Where all state is rows of tokens and
         no first tokens are kept, the store drops the oldest rows where they lie, and nothing is
         loaded."""
+        if self.form.stateful:  # the shorter text is computed anew
+            return both_ends(tokens, keep, sinks)
         before = self._lineage(session)
         if sinks or not self.form.rows_alone:
             kept = super().shorten(session, tokens, keep, capacity, sinks=sinks)

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from harness.engine.cache import KVCache
+from harness.engine.cache import KVCache, Run
+from harness.engine.states import ModelStates
 from kernels.per_sequence import per_sequence
 from kernels.ragged import Ragged
 from kernels.step_inputs import StepInputs, to_device
@@ -96,6 +97,8 @@ class SlotsCache(KVCache):
         # steps until one is full
         self._fits = min(member.capacity - member.num_tokens for member in members)
         self._record_inputs()
+        states = [member.states for member in members if member.states is not None]
+        self.states = ModelStates.joined(states, self.num_tokens) if states else None
 
     @property
     def members(self) -> tuple[KVCache, ...]:
@@ -175,6 +178,11 @@ class SlotsCache(KVCache):
             out[group.rows] = self._attend(layer, group, _rows_of(x, group.rows))
         return out
 
+    def advance_state(self, layer: int, run: Run, hidden: Tensor) -> Tensor:
+        assert self.states is not None
+        self.refuse_prompt(hidden.shape[1])
+        return self.states.advance(layer, run, hidden, self.num_tokens)
+
     def _attend(self, layer: int, group: StepGroup, x: AttnInput) -> Tensor:
         if group.layer is not None:
             return group.layer.decode(x)
@@ -205,6 +213,9 @@ class SlotsCache(KVCache):
         for layer, joint, first in attending.together if steps else ():
             layer.count_replayed(steps)
             hand_back(joint, layer, first)
+        if steps and self.states is not None and cache.states is not None:
+            rows = self._starts[member], self._sizes[member]
+            self.states.hand_back(cache.states, *rows, steps)
         if steps and attending.together:
             _, joint, first = attending.together[0]
             joint.cache.traffic.hand_over(
