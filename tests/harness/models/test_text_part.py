@@ -20,7 +20,7 @@ from harness.models.hub import HuggingFace
 from harness.models.random import byte_tokenizer
 from methods.full import Full
 from methods.snapkv import SnapKV
-from tests.tiny import SHAPE, prompt
+from tests.tiny import GDN, SHAPE, prompt
 
 TEXT = SHAPE | {"vocab_size": 264, "head_dim": 16, "initializer_range": 0.15}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
@@ -40,6 +40,7 @@ WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # of what kind
     "qwen2_5_vl": ("qwen2_5_vl", {"rope_parameters": AXES}, {}),
     "qwen3_vl": ("qwen3_vl", {"rope_parameters": AXES}, {}),
     "qwen3_vl_moe": ("qwen3_vl_moe", {"rope_parameters": AXES} | EXPERTS, {}),
+    "qwen3_5": ("qwen3_5", GDN | {"layer_types": ["linear_attention"] + 3 * ["full_attention"]}, {}),
 }
 Made = Callable[..., tuple[PreTrainedModel, Path]]
 
@@ -124,7 +125,6 @@ OTHERS = {  # by the text part's class
     "kimi_k25": "latent attention, MLA",
     "minimax_m3_vl": "an indexer of its own chooses",
     "gemma3n": "share keys and values",
-    "qwen3_5": "linear attention or a state space",
     "glm4v": "Glm4vForConditionalGeneration .* continues no text",
 }
 
