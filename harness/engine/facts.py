@@ -45,6 +45,17 @@ GENERATED = {
     "capture_s": SECONDS,  # capturing the decode step, within the second token's time
     # Triton's making kernels ready, within the other times; null where it makes none
     "compile_s": SECONDS,
+    # of layers with a state (linear attention, a state space), whatever the method and the text's length
+    "state_bytes": Fact(
+        unit="bytes",
+        older=0,
+        over_turns=last,
+        section="held",
+        over_examples=entry(largest),
+        head="state",
+        shown="states of layers without keys and values, on the device, in no budget",
+        hides_zeros=True,
+    ),
     # costs along an answer of more than 64 steps, a number per stretch
     "along": Fact(unit="other"),
 }

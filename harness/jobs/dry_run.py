@@ -51,6 +51,7 @@ def show(job: Job, known: Forecasts, *, alone: bool) -> None:
     contexts = list(by_context(job.items))
     thoughts = [turn.thought.most or 0 for item in job.items for turn in item.turns if turn.thought]
     info = job.model.describe()
+    states = info.state_bytes(settings.dtype)
     notes = alike([finding.message for item in job.items for finding in item.findings])
     rows = [
         (
@@ -76,6 +77,11 @@ def show(job: Job, known: Forecasts, *, alone: bool) -> None:
         ("weights", f"{size(info.weight_bytes(settings.dtype))} in {settings.dtype} ({info.name})"),
         ("budget", _budget(job)),
         ("KV cache", _bytes(job)),
+        *(
+            [("states", f"{size(states)} per sequence on the device, in no budget")]
+            if states
+            else ()
+        ),
         ("memory", _memory(job)),
         *(
             [("batch", _batch(job))]

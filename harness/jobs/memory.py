@@ -114,6 +114,10 @@ def needed(
     if settings.shared_prefill or any(spec.settings.fidelity for spec in specs):
         # of Full's own cache, which fills the others or is compared with
         more += full_bytes(info, settings, items)
+        more += len(running) * info.state_bytes(settings.dtype)
+    # of the joint states with which several sequences take a step
+    if len(running) > 1:
+        more += len(running) * info.state_bytes(settings.dtype)
     # cos and sin of all positions, where steps take theirs
     if settings.graphs == "on" and _by_blocks(info):
         more += table_bytes(info.trained_window, info.rotary_dim, DTYPE_BYTES[settings.dtype])
@@ -190,9 +194,11 @@ def sealed_cost(cache_spec: CacheSpec, info: ModelInfo, items: Sequence[Prepared
 def conversation_bytes(
     info: ModelInfo, settings: Settings, items: Iterable[PreparedExample]
 ) -> int:
-    """Return the bytes of the keys and values of all examples with several turns, whose caches are
-    kept between turns."""
-    return sum(info.kv_bytes(settings.dtype, item.room) for item in items if item.further)
+    """Return the bytes of the keys and values, and states, of all examples with several turns, whose
+    caches are kept between turns."""
+    rooms = [item.room for item in items if item.further]
+    states = len(rooms) * info.state_bytes(settings.dtype)
+    return states + sum(info.kv_bytes(settings.dtype, room) for room in rooms)
 
 
 def stored_bytes(
@@ -224,7 +230,7 @@ def _sliding_bytes(info: ModelInfo, settings: Settings, item: PreparedExample) -
 
 
 class CacheBytes(NamedTuple):
-    """The bytes of one example's cache, and of the keys and values that pass through the device."""
+    """The bytes of one example's cache and states, and of what passes through the device."""
 
     filled: int  # on the device, the most while its prompt comes and is sealed
     sealed: int  # on the device
@@ -246,7 +252,7 @@ def cache_bytes(cache_spec: CacheSpec, info: ModelInfo, item: PreparedExample) -
     sealed = [sum(cost.held[tier] for tier in near) for cost in costs]
     growth = [max(case.dense_bytes - size, 0) for case, size in zip(cases, sealed, strict=True)]
     early = settings.placement != DEVICE and _by_blocks(info) and not settings.shared_prefill
-    held = sum(sealed) + _sliding_bytes(info, settings, item)
+    held = sum(sealed) + _sliding_bytes(info, settings, item) + info.state_bytes(settings.dtype)
     return CacheBytes(
         held + (max(growth) if early else sum(growth)),
         held,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from harness.models.devices import check_device
 from harness.models.layer_kinds import WHOLE, layer_kinds
 from harness.models.probe import Heads, ProbeError, on_meta, probe
+from harness.models.state_sizes import NO_STATES, StateSizes, state_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -114,6 +115,8 @@ class ModelInfo:
     spread: bool = False  # whether its layers are spread over all GPUs
     # whether beyond `trained_window` it needs dual chunk attention, which transformers leaves out
     dual_chunks: bool = False
+    # of its layers of linear attention, state spaces and short convolutions
+    states: StateSizes = NO_STATES
 
     @property
     def limit(self) -> int:
@@ -166,6 +169,11 @@ class ModelInfo:
         windows = [window for window in self.layer_windows if window or not slide]
         rows = sum(min(tokens, window or tokens) for window in windows)
         return 2 * rows * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+
+    def state_bytes(self, dtype: str) -> int:
+        """Return the bytes of the states of one sequence, which no method serves and which are as
+        many for every text; 0 for a model of attention alone."""
+        return self.states.nbytes(DTYPE_BYTES[dtype])
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +304,7 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
         stretch=source.rope["factor"] if source.rope else None,
         spread=source.device_map is not None,
         dual_chunks=bool(getattr(config, DUAL_CHUNKS, None)),
+        states=state_sizes(model),
     )
 
 

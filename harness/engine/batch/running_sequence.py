@@ -77,6 +77,7 @@ class Generation:
     # means over steps (harness/results/measures.py)
     measured: dict[str, float | None] = field(default_factory=dict)
     kv: dict[str, int] = field(default_factory=dict)  # bytes held per tier
+    state_bytes: int = 0  # of the model's states, beside keys and values
     # costs along the answer (harness/engine/batch/along.py), if it is long
     along: dict[str, list[float]] | None = None
     fidelity: list[dict[str, Any] | None] | None = None  # per sequence
@@ -309,6 +310,7 @@ class RunningSequence:
         out.recomputed += self.cache.recomputed - self._recomputed
         out.fallback, out.compile_s = self.cache.fallback, compiled_s(self._began)
         out.kv = footprint(self.cache.layers)
+        out.state_bytes = 0 if self.cache.states is None else self.cache.states.nbytes
         if isinstance(self.sampler, Forced):
             out.nll, out.likeliest = self.sampler.mean_nll(), self.sampler.likeliest.tolist()
         if steps:

@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from harness import Engine, attached
 from harness.models.base import ModelError
 from harness.models.hub import HuggingFace
+from harness.models.layer_kinds import layer_kinds
 from harness.models.random import byte_tokenizer
 from methods.full import Full
 from methods.snapkv import SnapKV
@@ -40,7 +41,8 @@ WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # of what kind
     "qwen2_5_vl": ("qwen2_5_vl", {"rope_parameters": AXES}, {}),
     "qwen3_vl": ("qwen3_vl", {"rope_parameters": AXES}, {}),
     "qwen3_vl_moe": ("qwen3_vl_moe", {"rope_parameters": AXES} | EXPERTS, {}),
-    "qwen3_5": ("qwen3_5", GDN | {"layer_types": ["linear_attention"] + 3 * ["full_attention"]}, {}),
+    "qwen3_5": ("qwen3_5", GDN, {}),
+    "qwen3_5_moe": ("qwen3_5_moe", GDN | EXPERTS | {"shared_expert_intermediate_size": 48}, {}),
 }
 Made = Callable[..., tuple[PreTrainedModel, Path]]
 
@@ -84,8 +86,8 @@ def test_a_text_part_gives_the_tokens_of_the_whole(name: str, tied: bool, made: 
     expected = of_whole(whole, ids)
     assert answered(folder, ids, Full(), 17) == answered(folder, ids, SnapKV(), None) == expected
     info = HuggingFace(str(folder)).describe()
-    assert (info.window, info.layer_windows, info.head_dim) == (4096, (None,) * 3, 16)
     loaded = HuggingFace(str(folder)).load("fp32", "cpu").model
+    assert (info.window, info.layer_windows, info.head_dim) == (4096, layer_kinds(loaded.config).windows, 16)
     assert info.architecture == type(loaded).__name__
     assert info.num_parameters == loaded.num_parameters()
 

@@ -23,7 +23,7 @@ KEYS = (
     "simulated traced host_is_cpu warnings"
 )
 MEMORY = (
-    "kv_device_bytes kv_host_bytes kv_disk_bytes device_peak_bytes host_peak_bytes "
+    "state_bytes kv_device_bytes kv_host_bytes kv_disk_bytes device_peak_bytes host_peak_bytes "
     + " ".join(f"{name}_peak_bytes" for name in PEAKS)
     + " moved_bytes_per_step from_disk_bytes_per_step exposed_s_per_step hidden_s_per_step hit_rate read_bytes_per_step"
 )
