@@ -44,6 +44,15 @@ FAMILIES = {  # as the table calls them -> the model of tests/tiny.py
     "GLM-4-0414": "glm4",
     "SmolLM3": "smollm3",
     "gpt-oss": "gpt_oss",
+    "Qwen3.5": "qwen3_5_text",
+    "Qwen3-Next": "qwen3_next",
+    "Nemotron-H": "nemotron_h",
+    "Falcon-H1": "falcon_h1",
+    "LFM2": "lfm2",
+    "Granite 4 H": "granitemoehybrid",
+    "Jamba": "jamba",
+    "Bamba": "bamba",
+    "OLMo-Hybrid": "olmo_hybrid",
 }
 METHODS = list({type(small(name)): name for name in reversed(NAMES) if name != "kvpress"}.values())[::-1]
 LENGTHS, CHUNK, SHARE, NEW = (61, 47, 80), 19, 0.4, 8

@@ -60,7 +60,7 @@ FURTHER: dict[str, dict[str, Any]] = {  # families that tests/families.py alone 
     },
 }  # fmt: skip
 GDN: dict[str, Any] = {  # Gated DeltaNet
-    "num_hidden_layers": 4, "layer_types": 3 * ["linear_attention"] + ["full_attention"], "head_dim": 16,
+    "num_hidden_layers": 4, "layer_types": 2 * ["linear_attention", "full_attention"], "head_dim": 16,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
 }  # fmt: skip
 MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_chunk_size": 16}
@@ -73,15 +73,15 @@ STATEFUL: dict[str, dict[str, Any]] = {  # some of their layers keep a state in 
         "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 16,
     },  # its attention does not rotate
     "falcon_h1": MAMBA | {"mamba_d_ssm": 256, "head_dim": 16},  # each layer has both
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16},
+    "lfm2": {"num_hidden_layers": 4, "layer_types": 2 * ["conv", "full_attention"], "block_multiple_of": 16},
     "granitemoehybrid": MAMBA
     | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64}
-    | {"layer_types": ["mamba", "attention", "mamba"]},
+    | {"num_hidden_layers": 4, "layer_types": 2 * ["mamba", "attention"]},
     "jamba": {
         "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 8,
         "mamba_dt_rank": 8, "use_mamba_kernels": False,
     },
-    "bamba": MAMBA | {"attn_layer_indices": [1]},
+    "bamba": MAMBA | {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "olmo_hybrid": GDN,
 }  # fmt: skip
 HYBRID = ("gemma3_text", "gpt_oss")  # they run their own forward, and some of their layers slide

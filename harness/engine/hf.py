@@ -393,7 +393,9 @@ class QueryProjection:
         self.module: Any = module
         self.model, self.pairing = model, pairing
         self.num_heads: int = model.config.num_attention_heads
-        weight = getattr(getattr(module, "q_norm", None), "weight", None)
+        # LFM2 calls it q_layernorm
+        self.norm = getattr(module, "q_norm", None) or getattr(module, "q_layernorm", None)
+        weight = getattr(self.norm, "weight", None)
         self.finish = _after_rotation(module)
         # OLMo 2: all heads as one
         self.norms_whole = weight is not None and weight.shape[-1] != module.head_dim
@@ -407,11 +409,12 @@ class QueryProjection:
             q = nn.functional.linear(hidden, joint.weight[:width])
         else:  # quantised rows cannot be taken out of the whole
             q = joint(hidden)[..., :width]
-        if self.norms_whole:
-            q = self.module.q_norm(q)
-        q = q.view(*hidden.shape[:2], self.num_heads, -1)
-        if hasattr(self.module, "q_norm") and not self.norms_whole:
-            q = self.module.q_norm(q)
+        if self.norm is not None and self.norms_whole:
+            q = self.norm(q)
+        # Qwen3.5's heads have as many channels of a gate behind
+        q = q.view(*hidden.shape[:2], self.num_heads, -1)[..., : self.module.head_dim]
+        if self.norm is not None and not self.norms_whole:
+            q = self.norm(q)
         return self.pairing.in_halves(q.transpose(1, 2))
 
 

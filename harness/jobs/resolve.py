@@ -32,6 +32,7 @@ from harness.jobs.alignment import AlignedBudget, shapes
 from harness.jobs.examples import PreparedExample, Prompts, by_context
 from harness.models.base import DTYPE_BYTES, ModelInfo, limit
 from harness.models.devices import choose_device, usual_chunk
+from harness.models.state_sizes import NO_STATES
 from harness.prompts.prompt import MOST
 from harness.results.files import unwritable
 from harness.terminal.notices import say_once
@@ -327,6 +328,19 @@ def _notes_here(settings: Settings, task: Task, items: Sequence[PreparedExample]
         yield "protocol=context changes nothing here: no question follows a context"
 
 
+def _recomputing(settings: Settings, info: ModelInfo) -> Settings:
+    """Return the settings with the one way in which a hybrid model's history is cut: its text is, and
+    the rest of it computed anew."""
+    overflow = settings.overflow
+    if not overflow.window or overflow.by == "truncate_tokens" or info.states == NO_STATES:
+        return settings
+    say_once(
+        f"overflow.by={overflow.by} computes what is left anew, as truncate_tokens does: {info.name} keeps states, "
+        "which cannot lose the oldest tokens"
+    )
+    return replace(settings, overflow=replace(overflow, by="truncate_tokens"))
+
+
 def _conversations(
     settings: Settings, task: Task, items: Sequence[PreparedExample], info: ModelInfo
 ) -> Settings:
@@ -369,6 +383,7 @@ def _conversations(
         if all(sum(turn.tokens for turn in item.turns) <= window for item in items):
             say_once(f"overflow.window={window} changes nothing here: every conversation fits")
             settings = replace(settings, overflow=OverflowSettings())
+    settings = _recomputing(settings, info)
     for tier, room in store.capacities.items() if history == "store" else ():
         if 0 < room < info.kv_bytes(settings.dtype, 1):
             raise SettingsError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +21,19 @@ from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache, UnsupportedError
 from harness.engine.hf import layer_specs
 from harness.engine.states import ModelStates, StateError
+from harness.jobs.prefill import SharedPrefill
 from harness.models.layer_kinds import layer_kinds
 from harness.models.state_modules import state_modules
 from methods.base import Method
 from methods.full import Full
 from tests.harness.cachedattention.turns.test_caches import MB, Talk, plain, stored
 from tests.methods.test_contract import small
-from tests.quick import every
 from tests.tiny import STATEFUL, prompt, saved, tiny
 
 NEW, CHUNK, CAPACITY = 6, 7, 120
 LENGTHS = (31, 22)
 ROW = 2 * 2 * 16 * 4  # bytes of a token in one layer with keys and values
 FAMILY = "qwen3_5_text"  # where one family stands for all
-METHODS = ("snapkv", "streaming", "quest", "kvzip", "tova", "pqcache")
 families = pytest.mark.parametrize("family", STATEFUL)
 
 
@@ -110,15 +108,6 @@ def test_full_gives_generates_tokens_in_every_way(family: str) -> None:
     assert by_loop(family, prompts()[0])[0] == generated(family)[0]
 
 
-@pytest.mark.tokens
-@pytest.mark.parametrize("case", every(7, product(STATEFUL, METHODS)))
-def test_methods_serve_the_layers_with_keys_and_values(case: tuple[str, str]) -> None:
-    family, name = case
-    for check in CHECKS:
-        if check.name in ("budget 1.0 is Full", "budget kept"):
-            check.run(Trial(small(name), tiny(family), 41))
-
-
 @pytest.mark.parametrize("family", ["nemotron_h", "jamba"])
 def test_layers_that_do_not_rotate_turn_by_no_angle(family: str) -> None:
     """So that methods which rotate keys back and forth have them as they are."""
@@ -154,7 +143,14 @@ def test_a_model_without_states_has_none() -> None:
 @pytest.mark.parametrize("method", [Full(), small("snapkv")], ids=["full", "snapkv"])
 @pytest.mark.parametrize(
     "name",
-    ["saved and restored", "shared prefill", "likelihood on as off", "questions shared as separate", "batch as alone"],
+    [
+        "saved and restored",
+        "shared prefill",
+        "likelihood on as off",
+        "questions shared as separate",
+        "batch as alone",
+        "budget kept",
+    ],
 )
 def test_a_method_keeps_its_contract(method: Method, name: str) -> None:
     [check] = (check for check in CHECKS if check.name == name)
@@ -178,6 +174,20 @@ def test_a_turn_goes_on_from_stored_contents(family: str) -> None:
         same(moves.states, stays.states)
         _, last = filled(kv, torch.cat([first, prompt(3), second], 1))
     assert_close(logits[0], last, rtol=1e-3, atol=1e-3)
+
+
+@torch.inference_mode()
+def test_methods_of_one_prefill_have_states_of_their_own() -> None:
+    with attached(tiny(FAMILY), Full()) as kv:
+        engine = Engine(kv)
+        shared = SharedPrefill(engine, prompts()[0], NEW)
+        first, second = (shared.cache(engine, lambda layer, x: layer.absorb(x)) for _ in range(2))
+        shared.run(LENGTHS[0])
+        logits = []
+        for held in (first, second):
+            held.seal()
+            logits.append(fed(kv, held, prompt(3)))
+    assert_close(*logits)
 
 
 def test_contents_without_states_are_refused() -> None:

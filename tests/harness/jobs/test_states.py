@@ -6,16 +6,19 @@ import csv
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness.commands import report
+from harness.config.settings import OverflowSettings
 from harness.jobs import model_check
 from harness.jobs.memory import size
 from harness.models.hub import HuggingFace
 from methods.full import Full
 from methods.snapkv import SnapKV
 from tests.fast import niah, run
+from tests.harness.jobs.test_questions import Balances
 from tests.quick import every
 from tests.tiny import STATEFUL, fresh, saved, tiny
 
@@ -75,3 +78,18 @@ def test_the_command_says_it_before_and_after(
     assert re.search(rf"snapkv .* {size(held).split()[0]}\n", out)
     rows = list(csv.DictReader(table.open(encoding="utf-8")))
     assert [row["memory.state_bytes"] for row in rows if row["method"] == "snapkv"] == [str(held)]
+
+
+def test_conversations_store_their_states_and_compute_anew_what_is_cut(
+    made: Saved, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = made("qwen3_5_text")
+
+    def said(**changes: Any) -> tuple[Path, list[list[list[int]]]]:
+        row = run(tmp_path / "runs", Full(), Balances(talks=True), source, protocol="prompt", **changes)
+        return row.folder, [[turn.tokens for turn in record.turns or ()] for record in row.records]
+
+    assert said()[1] == said(history="store")[1]
+    cut, again = (said(overflow=OverflowSettings(window=380, by=by)) for by in (None, "truncate_tokens"))
+    assert cut == again  # the same run
+    assert "overflow.by=truncate_cache computes what is left anew" in capfd.readouterr().err
