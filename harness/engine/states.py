@@ -28,7 +28,7 @@ class ModelStates(Cache):
     """Serve as the cache of those modules of a model that keep a state, for all sequences of one
     `KVCache`. What a family asks of its cache is answered by transformers' own code.
 
-    `tokens`: how many tokens the states stand for."""
+    `tokens`: how many tokens the state of each layer stands for."""
 
     def __init__(self, layers: int, stateful: Sequence[int], parts: int) -> None:
         """`layers`: of the model; `stateful`: those with a state, of so many `parts` each."""
@@ -37,22 +37,21 @@ class ModelStates(Cache):
             [LinearAttentionLayer(parts) if i in kept else DynamicLayer() for i in range(layers)]
         )
         self.stateful, self.parts = tuple(stateful), parts
-        self.tokens = 0
+        self.tokens = dict.fromkeys(stateful, 0)
 
     def advance(
         self, layer: int, run: Callable[[Tensor, Any], Tensor], hidden: Tensor, before: int
     ) -> Tensor:
         """Return what `run` makes of hidden states [B T E] in one layer, whose state goes on by T
-        tokens. `before`: how many tokens the cache holds. Raise `StateError` if the states stand
+        tokens. `before`: how many tokens the cache holds. Raise `StateError` if the state stands
         for another number."""
-        if layer == self.stateful[0] and self.tokens != before:
+        if self.tokens[layer] != before:
             raise StateError(
-                f"The states stand for {self.tokens} tokens and the cache holds {before}: a part of the engine that "
-                "fills or resets caches has left the states out."
+                f"The state of layer {layer} stands for {self.tokens[layer]} tokens and the cache holds {before}: a "
+                "step has failed halfway, or what fills or resets the cache left its states out. Begin a new cache."
             )
         out = run(hidden, self)
-        if layer == self.stateful[-1]:
-            self.tokens += hidden.shape[1]
+        self.tokens[layer] += hidden.shape[1]
         return out
 
     @property
@@ -73,8 +72,7 @@ class ModelStates(Cache):
     def restore(self, state: Mapping[str, Tensor], tokens: int) -> None:
         """Take over copies of all states in `state`, by the names of the method `state`, which stand
         for `tokens` tokens. These states must be fresh. Raise `StateError` if layers are missing."""
-        assert not self.tokens
-        self.tokens, missing = tokens, set(self.stateful)
+        self.tokens, missing = dict.fromkeys(self.stateful, tokens), set(self.stateful)
         for name, held in state.items():
             prefix, _, place = name.partition(".")
             if prefix == PREFIX:
@@ -86,7 +84,9 @@ class ModelStates(Cache):
 
     def copy(self) -> ModelStates:
         """Return states of their own with the same contents."""
-        return self._fresh(self.state(), self.tokens)
+        fresh = self._fresh(self.state(), 0)
+        fresh.tokens = dict(self.tokens)
+        return fresh
 
     @classmethod
     def joined(cls, members: Sequence[ModelStates], tokens: int) -> ModelStates:
@@ -96,13 +96,14 @@ class ModelStates(Cache):
         joint = {name: torch.cat([own[name] for own in held]) for name in held[0]}
         return members[0]._fresh(joint, tokens)
 
-    def hand_back(self, member: ModelStates, first: int, rows: int, steps: int) -> None:
-        """Give a member of these joint states its own, `rows` sequences from `first` on, which
-        stand for `steps` tokens more than when it was last given them."""
-        joint = self.state()
+    def hand_back(self, member: ModelStates, first: int, held: int, joint: int) -> None:
+        """Give a member of these joint states its own, from sequence `first` on. `held`, `joint`:
+        how many tokens the member's cache and the joint one hold."""
+        states = self.state()
         for name, own in member.state().items():
-            own.copy_(joint[name][first : first + rows])
-        member.tokens += steps
+            own.copy_(states[name][first : first + len(own)])
+        # a step that failed halfway has taken some layers further
+        member.tokens = {layer: held + count - joint for layer, count in self.tokens.items()}
 
     def _fresh(self, state: Mapping[str, Tensor], tokens: int) -> ModelStates:
         fresh = ModelStates(len(self.layers), self.stateful, self.parts)

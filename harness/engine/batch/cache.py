@@ -214,8 +214,8 @@ class SlotsCache(KVCache):
             layer.count_replayed(steps)
             hand_back(joint, layer, first)
         if steps and self.states is not None and cache.states is not None:
-            rows = self._starts[member], self._sizes[member]
-            self.states.hand_back(cache.states, *rows, steps)
+            held = cache.num_tokens, self.num_tokens
+            self.states.hand_back(cache.states, self._starts[member], *held)
         if steps and attending.together:
             _, joint, first = attending.together[0]
             joint.cache.traffic.hand_over(

@@ -202,7 +202,7 @@ def test_states_of_other_tokens_than_the_cache_holds_are_refused() -> None:
     with attached(tiny(FAMILY), Full()) as kv:
         held, _ = filled(kv, prompts()[0])
         held.states = kv.start(KVCache, capacity=9).states
-        with pytest.raises(StateError, match="stand for 0 tokens"):
+        with pytest.raises(StateError, match="stands for 0 tokens"):
             fed(kv, held, prompt(1))
 
 
@@ -302,13 +302,30 @@ def test_a_text_that_is_computed_anew_gets_new_states() -> None:
         same(held.states, other.states)
 
 
+def test_a_step_that_fails_halfway_is_not_gone_on_from() -> None:
+    def fail(*called: Any) -> None:
+        raise MemoryError
+
+    with attached(tiny(FAMILY), Full()) as kv:
+        batch = RunningBatch(engine := Engine(kv))
+        engine.generate(prompts()[0], max_new_tokens=2)  # the first is checked, and such sequences attend alone
+        running = [engine.join(batch, ids, max_new_tokens=NEW) for ids in prompts()]
+        batch.step()
+        batch.step()
+        with state_modules(tiny(FAMILY))[-1].module.register_forward_pre_hook(fail), pytest.raises(MemoryError):
+            batch.step()
+        batch.leave(running[0])
+        with pytest.raises(StateError, match=f"stands for {LENGTHS[0] + 3} tokens"):
+            fed(kv, running[0].cache, prompt(1))
+
+
 def test_a_call_that_is_refused_leaves_the_states() -> None:
     with attached(tiny(FAMILY), Full()) as kv:
         held, _ = filled(kv, prompts()[0])
         with pytest.raises(UnsupportedError, match="at once"):
             Engine(kv).run(prompt(2), held)
         assert held.states is not None
-        assert held.states.tokens == LENGTHS[0]
+        assert {*held.states.tokens.values()} == {LENGTHS[0]}
 
 
 # Conversations in a store
