@@ -192,11 +192,16 @@ def families(name: str) -> str:
     cells = pd.read_csv(PUBLISHED.parent / f"{name}.csv", index_col="family").astype(str)
     alike: dict[str, list[str]] = {}
     for family, results in cells.iterrows():
-        refused = "; ".join(
-            f"{method}: {result}" for method, result in results.items() if result != "runs"
+        refused: dict[str, list[str]] = {}
+        for method, reason in results.items():
+            if reason != "runs":
+                refused.setdefault(reason, []).append(str(method))
+        said = "; ".join(
+            f"{'all' if len(named) == len(results) else ', '.join(named)}: {reason}"
+            for reason, named in refused.items()
         )
-        alike.setdefault(refused or "none", []).append(str(family))
-    rows = [("; ".join(named), refused) for refused, named in alike.items()]
+        alike.setdefault(said or "none", []).append(str(family))
+    rows = [("; ".join(named), said) for said, named in alike.items()]
     return _markdown(pd.DataFrame(rows, columns=["families", "refused methods"]), 2)
 
 

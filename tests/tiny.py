@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from harness.models.hub import HuggingFace
 from harness.models.random import byte_tokenizer
@@ -52,6 +52,18 @@ FURTHER: dict[str, dict[str, Any]] = {  # families that tests/families.py alone 
     "qwen3_moe": {"head_dim": 16, "moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 2},
     "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
     "smollm3": {"num_hidden_layers": 4},  # the last does not rotate
+    "glm4_moe": {
+        "head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_group": 1,
+        "topk_group": 1,
+    },
+    "minimax_m2": {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmo3": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "granite4": {
+        "model_type": "granitemoehybrid", "layer_types": 3 * ["attention"], "position_embedding_type": "rope",
+        "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 64, "mamba_n_heads": 8,
+        "attention_multiplier": 0.2,
+    },  # of a class for hybrids, without a layer that keeps a state
     "gemma3": {  # of texts and images
         "text_config": SHAPE | ARCHITECTURES["gemma3_text"] | {"vocab_size": 264, "tie_word_embeddings": True},
         "image_token_index": 260,
@@ -84,6 +96,40 @@ STATEFUL: dict[str, dict[str, Any]] = {  # some of their layers keep a state in 
     "bamba": MAMBA | {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "olmo_hybrid": GDN,
 }  # fmt: skip
+IMAGES: dict[str, Any] = {
+    "depth": 1, "num_heads": 2, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16,
+    "intermediate_size": 16, "out_hidden_size": 128, "deepstack_visual_indexes": [0],
+}  # fmt: skip
+PIXTRAL = IMAGES | {"model_type": "pixtral", "image_size": 32, "patch_size": 8}
+AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+LENGTHENED: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "llama_4_scaling_beta": 0.1}
+WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # of texts and images: kind, text part, vision
+    "mistral3": ("mistral3", {"model_type": "mistral", "sliding_window": None}, PIXTRAL),
+    "ministral3": (
+        "mistral3",
+        {"model_type": "ministral3", "rope_parameters": LENGTHENED | {"original_max_position_embeddings": 32}},
+        PIXTRAL,
+    ),
+    "qwen2_5_vl": ("qwen2_5_vl", {"rope_parameters": AXES}, IMAGES),
+    "qwen3_vl": ("qwen3_vl", {"rope_parameters": AXES}, IMAGES),
+    "qwen3_vl_moe": ("qwen3_vl_moe", {"rope_parameters": AXES, "num_experts": 4} | FEW, IMAGES),
+    "qwen3_5": ("qwen3_5", GDN, IMAGES),
+    "qwen3_5_moe": ("qwen3_5_moe", GDN | FEW | {"num_experts": 4, "shared_expert_intermediate_size": 48}, IMAGES),
+}
+
+
+def whole(name: str, *, tied: bool = False) -> PreTrainedModel:
+    """A fresh model of texts and images with random weights."""
+    kind, text, vision = WHOLE[name]
+    text = SHAPE | {"vocab_size": 264, "head_dim": 16, "initializer_range": 0.15, "tie_word_embeddings": tied} | text
+    config = AutoConfig.for_model(
+        kind, text_config=text, vision_config=vision, tie_word_embeddings=tied, image_token_id=260
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(7)
+        return AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+
+
 HYBRID = ("gemma3_text", "gpt_oss")  # they run their own forward, and some of their layers slide
 BY_BLOCKS = tuple(name for name in ARCHITECTURES if name not in HYBRID)
 

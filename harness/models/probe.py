@@ -33,8 +33,8 @@ MEANINGS = {
 }
 REFUSED = {  # what a value in a model's config says that it does and that the engine cannot do
     "attn_logit_softcapping": "caps its attention logits",
-    "index_topk": "reads only the tokens that an indexer of its own chooses (trained sparse attention)",
-    "index_topk_blocks": "reads only the blocks that an indexer of its own chooses (trained sparse attention)",
+    "index_topk": "reads only what an indexer of its own chooses (trained sparse attention)",
+    "index_topk_blocks": "reads only what an indexer of its own chooses (trained sparse attention)",
     "kv_lora_rank": "compresses keys and values together (multi-head latent attention, MLA)",
     "use_bidirectional_attention": "attends to later tokens too (it embeds texts, or sees images whole)",
     "attention_chunk_size": "attends within chunks of the text",
@@ -311,10 +311,7 @@ def _unlike(call: Call, window: int | None, masks: Mapping[int, tuple[Tensor, An
     """Return how one attention call differs from causal attention as the engine computes it; None
     if it does not. `window`: how many tokens the layer sees by the model's config, None for all."""
     if call.key.shape != call.value.shape:
-        return (
-            f"has keys of {call.key.shape[-1]} channels and values of {call.value.shape[-1]} "
-            "(as latent attention has)"
-        )
+        return f"has keys of {call.key.shape[-1]} channels and values of {call.value.shape[-1]}"
     heads, groups, width = call.heads
     if heads % groups or call.key.shape[2:] != call.query.shape[2:]:
         return f"has queries {list(call.query.shape)} and keys {list(call.key.shape)}"

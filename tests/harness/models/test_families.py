@@ -32,14 +32,16 @@ from methods.full import Full
 from methods.infinigen import InfiniGen, InfiniGenRead
 from tests import families
 from tests.allocations import Allocations
-from tests.families import FAMILIES, METHODS, answers, attach, generated, method_of, model, prompts, source
+from tests.families import FAMILIES, METHODS, MORE, answers, attach, generated, method_of, model, prompts, source
 from tests.harness.bench.test_decode import options
 from tests.harness.jobs import test_forecast as forecast
 from tests.quick import slow_if
 from tests.tape import Tape
 from tests.tiny import FURTHER, prompt, tiny
 
-each_family = pytest.mark.parametrize("family", FAMILIES.values())
+each_family = pytest.mark.parametrize(
+    "family", slow_if(lambda family: family in MORE.values(), (FAMILIES | MORE).values())
+)
 QUICK = ("snapkv", "quest", "kivi", "pqcache")  # one that evicts, selects, quantises, offloads
 MOVES = ("shadowkv", "infllm", "lm_infinite")  # they rotate keys back and forth
 TEXT = "gemma3"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as WHOLES
 
 from harness import Engine, attached
@@ -21,29 +21,8 @@ from harness.models.layer_kinds import layer_kinds
 from harness.models.random import byte_tokenizer
 from methods.full import Full
 from methods.snapkv import SnapKV
-from tests.tiny import GDN, SHAPE, prompt
+from tests.tiny import WHOLE, prompt, whole
 
-TEXT = SHAPE | {"vocab_size": 264, "head_dim": 16, "initializer_range": 0.15}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "decoder_sparse_step": 1}
-AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-SCALED = {
-    "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32,
-    "llama_4_scaling_beta": 0.1,
-}  # fmt: skip
-PIXTRAL = {"model_type": "pixtral", "image_size": 32, "patch_size": 8}
-VISION = {
-    "depth": 1, "num_heads": 2, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16,
-    "intermediate_size": 16, "out_hidden_size": 128, "deepstack_visual_indexes": [0],
-}  # fmt: skip
-WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # of what kind, its text part, its vision
-    "mistral3": ("mistral3", {"model_type": "mistral", "sliding_window": None}, PIXTRAL),
-    "ministral3": ("mistral3", {"model_type": "ministral3", "rope_parameters": SCALED}, PIXTRAL),
-    "qwen2_5_vl": ("qwen2_5_vl", {"rope_parameters": AXES}, {}),
-    "qwen3_vl": ("qwen3_vl", {"rope_parameters": AXES}, {}),
-    "qwen3_vl_moe": ("qwen3_vl_moe", {"rope_parameters": AXES} | EXPERTS, {}),
-    "qwen3_5": ("qwen3_5", GDN, {}),
-    "qwen3_5_moe": ("qwen3_5_moe", GDN | EXPERTS | {"shared_expert_intermediate_size": 48}, {}),
-}
 Made = Callable[..., tuple[PreTrainedModel, Path]]
 
 
@@ -51,15 +30,8 @@ Made = Callable[..., tuple[PreTrainedModel, Path]]
 def made(tmp_path: Path) -> Made:
     """A whole with random weights, and the folder in which it is saved in the hub's layout."""
 
-    def make(name: str, **more: Any) -> tuple[PreTrainedModel, Path]:
-        kind, text, vision = WHOLE[name]
-        tied = {"tie_word_embeddings": False} | more
-        config = AutoConfig.for_model(
-            kind, text_config=TEXT | text | tied, vision_config=VISION | vision, **tied, image_token_id=260
-        )
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(7)
-            model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    def make(name: str, **more: bool) -> tuple[PreTrainedModel, Path]:
+        model = whole(name, **more)
         model.save_pretrained(tmp_path)
         byte_tokenizer().save_pretrained(tmp_path)
         return model, tmp_path
@@ -82,8 +54,8 @@ def of_whole(model: PreTrainedModel, ids: torch.Tensor) -> list[int]:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_text_part_gives_the_tokens_of_the_whole(name: str, tied: bool, made: Made) -> None:
-    (whole, folder), ids = made(name, tie_word_embeddings=tied), prompt(60)
-    expected = of_whole(whole, ids)
+    (both, folder), ids = made(name, tied=tied), prompt(60)
+    expected = of_whole(both, ids)
     assert answered(folder, ids, Full(), 17) == answered(folder, ids, SnapKV(), None) == expected
     info = HuggingFace(str(folder)).describe()
     loaded = HuggingFace(str(folder)).load("fp32", "cpu").model
@@ -102,7 +74,7 @@ FIRST["mistral3"] |= {r"^model\.(vision_tower|multi_modal)": r"\1"}
 @pytest.mark.parametrize("name", FIRST)
 def test_the_first_releases_layout_gives_the_same(name: str, made: Made) -> None:
     """Also Qwen2.5-VL's config, which has no part about texts, and an older name of its rotation."""
-    (whole, folder), ids = made(name), prompt(60)
+    (both, folder), ids = made(name), prompt(60)
     tensors = load_file(folder / "model.safetensors")
     for ours, theirs in FIRST[name].items():
         tensors = {re.sub(ours, theirs, key): tensor for key, tensor in tensors.items()}
@@ -117,7 +89,7 @@ def test_the_first_releases_layout_gives_the_same(name: str, made: Made) -> None
     else:  # the first config does not say whether embeddings are tied
         del config["tie_word_embeddings"]
     (folder / "config.json").write_text(json.dumps(config))
-    assert answered(folder, ids, Full(), None) == of_whole(whole, ids)
+    assert answered(folder, ids, Full(), None) == of_whole(both, ids)
 
 
 OTHERS = {  # by the text part's class
