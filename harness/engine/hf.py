@@ -141,7 +141,7 @@ def _advance_state(found: StateModule, run: Run, hidden: Tensor, cache: object) 
     """Run a module with a state in the place of its forward, on the state in the cache of the call."""
     if found.module in _BY_TOKEN:
         run = partial(by_token, found, run)
-    return _ours(cache).advance_state(found.index, run, hidden)
+    return _ours(cache).advance_state(found.layer, run, hidden)
 
 
 def _before_attention(

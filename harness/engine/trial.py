@@ -125,7 +125,7 @@ def _tried(call: Call, pairing: Pairing | None, project: Projection, places: Ten
 
 def by_token(found: StateModule, run: Run, hidden: Tensor, states: Any) -> Tensor:
     """Run a module on hidden states [B T E] one token at a time, if it goes on from a state."""
-    if not states.has_previous_state(found.index):
+    if not states.has_previous_state(found.layer):
         return run(hidden, states)
     return torch.cat([run(token, states) for token in hidden.split(1, 1)], 1)
 
@@ -142,7 +142,7 @@ def goes_by_token(model: Any, found: StateModule) -> bool:
         for _ in range(2):
             output = found.module(hidden.to(weight), **{found.cache: states})
             recurrent = [
-                x for x in states.layers[found.index].recurrent_states.values() if x is not None
+                x for x in states.layers[found.layer].recurrent_states.values() if x is not None
             ]
             for state in recurrent:
                 state.add_(more)

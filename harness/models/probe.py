@@ -176,7 +176,7 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
         if any("alibi" in name for name in names) and getattr(model.config, "alibi", True):
             raise ProbeError(REFUSED["alibi"])
         raise ProbeError("is not built of decoder layers that have a `self_attn` each, as Llama is")
-    if tuple(found.index for found in state_modules(model)) != kinds.stateful:
+    if tuple(found.layer for found in state_modules(model)) != kinds.stateful:
         raise ProbeError("keeps states in another way than in the cache of one module per layer")
     # where layers keep states, these place tokens, and attention need not
     if not (hasattr(decoder, "rotary_emb") or kinds.stateful):
@@ -302,7 +302,7 @@ def _each_token_alone(
     for token in hidden.split(1, 1):
         own: Any = DynamicCache(config=config)
         outputs.append(run(token, own))
-    if not any(own.layers[found.index].is_conv_states_initialized.values()):
+    if not any(own.layers[found.layer].is_conv_states_initialized.values()):
         raise ProbeError(f"does not keep the state of its {name} in its cache")
     return torch.cat(outputs, 1)
 

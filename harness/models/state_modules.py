@@ -24,7 +24,7 @@ Run = Callable[["Tensor", Any], "Tensor"]
 class StateModule(NamedTuple):
     """Name a module with a state: its layer's place in the model, and what it calls its cache."""
 
-    index: int
+    layer: int
     module: nn.Module
     cache: str
 
