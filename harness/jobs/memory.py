@@ -330,7 +330,9 @@ def _states(info: ModelInfo, cache_spec: CacheSpec, prompt: int) -> int:
     )
     kinds = 2 if info.still_layers else 1  # of layers that rotate alike
     angles, number = 2 * kinds * info.rotary_dim * (rows + waiting), DTYPE_BYTES[settings.dtype]
-    return (in_layer + waiting * hidden + angles) * number
+    # or around a module with a state, whose own activations are counted by its config
+    in_state = rows * (2 * hidden * number + info.states.reading_bytes(number))
+    return max(in_layer * number, in_state) + (waiting * hidden + angles) * number
 
 
 def _in_mlp(info: ModelInfo, settings: Settings, rows: int) -> int:

@@ -275,6 +275,8 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
     )
     packed = source.quantised(config, model)
+    # the configs of hybrids number experts that none of their layers has
+    routed = any("Experts" in type(module).__name__ for module in model.modules())
     saved = str(config.dtype).removeprefix("torch.")
     # transformers' default, and what quantised weights stand for
     usual = "fp32" if packed is None else "bf16"
@@ -290,8 +292,8 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
         head_dim=heads.head_dim,
         rotary_dim=int(heads.head_dim * full_rotation(config).get("partial_rotary_factor", 1.0)),
         hidden_size=config.hidden_size,
-        inner_size=_number(config, "moe_intermediate_size", "intermediate_size"),
-        chosen_experts=_number(config, *CHOSEN_EXPERTS),
+        inner_size=_number(config, *["moe_intermediate_size"] * routed, "intermediate_size"),
+        chosen_experts=_number(config, *CHOSEN_EXPERTS) if routed else 0,
         vocab_size=config.vocab_size,
         num_parameters=int(model.num_parameters()),  # tied ones count once
         dtype=next((name for name, full in DTYPES.items() if full == saved), usual),
