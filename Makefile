@@ -8,7 +8,7 @@ TORCH_INDEX ?=
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-all test-cpus test-official test-gpu families tables published check-numbers docs demo bench-generate bench-gpu profile-gpu \
+.PHONY: help setup check test test-all test-cpus test-official test-engines test-gpu families tables published check-numbers docs demo bench-generate bench-gpu profile-gpu \
     bench-gpu-batches bench-gpu-ops bench-gpu-layer bench-gpu-offload bench-gpu-overlap clean
 
 help:  ## this list
@@ -104,6 +104,9 @@ demo: setup  ## Full, PQCache and StreamingLLM on needles with the embedded mode
 
 bench-generate: setup  ## Full against model.generate: TTFT and TPOT, interleaved
 	$(BIN)/python -m harness.bench generate --tokens 4096 8000 --rounds 3
+
+test-engines: setup  ## answers of a real server (transformers serve) against ours: minutes, and an environment of its own in .engines
+	$(BIN)/python -m tests.engines
 
 families: setup  ## every method on a small random model of every family, and the table of them in docs/comparison.md: minutes
 	$(BIN)/python -m tests.families

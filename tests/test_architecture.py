@@ -41,6 +41,7 @@ ROOMS: dict[str, set[str] | None] = {
     "jobs": {"terminal", "config", "models", "prompts", "engine", "results"},
     "sweeps": {"terminal", "config", "models", "results", "jobs"},
     "reports": {"terminal", "config", "engine", "results"},
+    "endpoint": {"terminal", "config", "models", "prompts", "results", "jobs"},
     "checks": {"engine", "jobs"},
     "attention_statistics": {"config", "engine", "jobs", "models", "reports", "results"},
     "cachedattention": {"terminal", "config", "models", "prompts", "engine", "results", "reports"},
@@ -207,6 +208,14 @@ def test_no_room_comes_back_to_one_below_it() -> None:
     jobs = (ROOT / "harness" / "jobs").glob("*.py")
     named = [file.name for file in jobs if "harness.cachedattention" in file.read_text()]
     assert named == ["histories.py"]  # which finds it by its name alone
+
+
+def test_nothing_imports_the_endpoint() -> None:
+    """A run that asks for none does not load it: a yaml file names its class."""
+    known = modules("harness")
+    inside = {name for name in known if name.startswith("harness.endpoint")}
+    for name, file in known.items():
+        assert name in inside or not inside.intersection(imported_modules(file, known)), name
 
 
 def test_no_imports_in_a_circle() -> None:

@@ -104,6 +104,13 @@ def describe(plugin: Any) -> dict[str, Any]:
     return {TARGET: f"{cls.__module__}.{cls.__qualname__}"} | values
 
 
+def recorded(plugin: Any) -> dict[str, Any]:
+    """Return the configuration of a plug-in that a run's folder holds: without parameters that change
+    no result and that others need not see, such as a server's address."""
+    hidden = {field.name for field in fields(plugin) if not field.metadata.get("recorded", True)}
+    return {name: value for name, value in describe(plugin).items() if name not in hidden}
+
+
 def defaults(plugin: Any) -> dict[str, Any]:
     """Return the default of each parameter of a plug-in that has one."""
     bare = set(required(plugin))

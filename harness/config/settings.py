@@ -47,6 +47,8 @@ from methods.budget import Budget, BudgetError
 from methods.tiers import codecs
 from methods.tiers.tier import DEVICE, DISK, HOST, TIERS
 
+# the device of a run whose model a server runs, nobody here knows on which
+SERVER = "server"
 OVERFLOWS = ("truncate_cache", "truncate_tokens", "truncate_rotated")
 ALIGNED = ("moved_bytes", "device_bytes")  # budget rules that make bytes equal, not tokens
 POLICIES = ("scheduler_aware", "lru", "fifo")

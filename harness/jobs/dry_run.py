@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ from harness.jobs.examples import by_context
 from harness.jobs.job import Job
 from harness.jobs.machine import refusal
 from harness.jobs.memory import full_bytes, largest_batch, sealed_cost, size
+from harness.models.remote import RemoteModel
 from harness.terminal.notices import alike, say
 from methods.base import CostError
 from methods.full import Full
@@ -51,7 +52,6 @@ def show(job: Job, known: Forecasts, *, alone: bool) -> None:
     contexts = list(by_context(job.items))
     thoughts = [turn.thought.most or 0 for item in job.items for turn in item.turns if turn.thought]
     info = job.model.describe()
-    states = info.state_bytes(settings.dtype)
     notes = alike([finding.message for item in job.items for finding in item.findings])
     rows = [
         (
@@ -74,20 +74,7 @@ def show(job: Job, known: Forecasts, *, alone: bool) -> None:
         ),
         ("window", f"{info.limit} tokens{info.limit_because}"),
         *(("caution", text) for text in job.facts()["cautions"]),
-        ("weights", f"{size(info.weight_bytes(settings.dtype))} in {settings.dtype} ({info.name})"),
-        ("budget", _budget(job)),
-        ("KV cache", _bytes(job)),
-        *(
-            [("states", f"{size(states)} per sequence on the device, in no budget")]
-            if states
-            else ()
-        ),
-        ("memory", _memory(job)),
-        *(
-            [("batch", _batch(job))]
-            if not settings.shared_prefill and settings.history != "store"
-            else ()
-        ),
+        *(_of_server(job) if isinstance(job.model, RemoteModel) else _of_engine(job)),
         ("folder", str(job.folder)),
         *([("Full", _beside(full))] if full else ()),
         *(("lint", f"{count} of {len(lengths)} examples: {note}") for note, count in notes),
@@ -95,13 +82,34 @@ def show(job: Job, known: Forecasts, *, alone: bool) -> None:
     say("\n".join(f"{name:<9} {text}" for name, text in rows) + "\n" * (not alone))
 
 
+def _of_server(job: Job) -> Iterator[tuple[str, str]]:
+    """Yield the rows of a model behind a server: what tells its runs from others."""
+    assert isinstance(job.model, RemoteModel)
+    said = ", ".join(f"{key}={value}" for key, value in job.model.said().items())
+    yield "server", f"{job.model.called}, which says of the model: {said or 'nothing'}"
+
+
+def _of_engine(job: Job) -> Iterator[tuple[str, str]]:
+    """Yield the rows on what our engine takes: weights, budget, bytes, memory, batch."""
+    info, settings = job.model.describe(), job.settings
+    yield "weights", f"{size(info.weight_bytes(settings.dtype))} in {settings.dtype} ({info.name})"
+    yield "budget", _budget(job)
+    yield "KV cache", _bytes(job)
+    if states := info.state_bytes(settings.dtype):
+        yield "states", f"{size(states)} per sequence on the device, in no budget"
+    yield "memory", _memory(job)
+    if not settings.shared_prefill and settings.history != "store":
+        yield "batch", _batch(job)
+
+
 def _forecast(job: Job) -> Forecast:
-    turns, need = [turn for item in job.items for turn in item.turns], job.need()
+    turns = [turn for item in job.items for turn in item.turns]
+    need = None if isinstance(job.model, RemoteModel) else job.need()
     return Forecast(
         job.identity["prompts"],
         sum(len(turn.prompt.ids) for turn in turns),
         sum(turn.new_tokens for turn in turns),
-        need.total + need.host,
+        need.total + need.host if need else 0,
         job.is_done(),
     )
 

@@ -33,6 +33,7 @@ from harness.jobs.prefill import Prefilled, SharedPrefill, Usage
 from harness.jobs.questions import Failed, let_go, refuse_to_go_on
 from harness.jobs.runner import Runner
 from harness.models.base import LoadedModel, ModelSource
+from harness.models.remote import RemoteModel
 from harness.results.compared import averages
 from harness.results.provenance import provenance
 from harness.results.records import LeftOut, Record
@@ -160,8 +161,8 @@ def _open(job: Job, stack: ExitStack, on_error: OnError) -> _OpenRun:
 def _generate(runs: Sequence[_OpenRun]) -> None:
     """Load the model, attach the methods, and run every example that one of the runs lacks."""
     first = runs[0].job
-    loaded = first.load()
-    with ExitStack() as runners, routed(loaded.model):
+    loaded = None if isinstance(first.model, RemoteModel) else first.load()
+    with ExitStack() as runners, routed(loaded.model) if loaded else nullcontext():
         for run in runs:
             with _failing(run):
                 run.attach(loaded, runners)
@@ -211,12 +212,16 @@ class _OpenRun(Run):
         not failed since this process opened the folder."""
         return not (self.failed or self.contains(item.example.id) or item.example.id in self.tried)
 
-    def attach(self, loaded: LoadedModel, stack: ExitStack) -> None:
+    def attach(self, loaded: LoadedModel | None, stack: ExitStack) -> None:
         """Pair the method with the loaded model, which prepares the method (it may calibrate
-        itself), and make the runner that answers examples with the two. `stack` closes the runner
-        later, even after an error."""
+        itself), and make the runner that answers examples with the two. Where a server runs the model, there is
+        none here, and the runner asks that server. `stack` closes the runner later, even after an error."""
         job = self.job
         self.note(provenance=provenance(job.settings.device), **job.facts())
+        if loaded is None:
+            assert isinstance(job.model, RemoteModel)
+            self.runner = job.model.runner(job.task, job.settings)
+            return
         if (checked := job.checked(loaded)) is not None:
             self.note(model_check=checked)
         with Usage(loaded.model.device) as usage:

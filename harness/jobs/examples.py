@@ -157,6 +157,12 @@ class PreparedExample:
         ).hexdigest()
 
 
+def sampling_seed(seed: int, example: str) -> int:
+    """Return the seed of an example's answer, made from its id, so that a resumed run draws the same
+    tokens."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{example}".encode()).digest()[:4])
+
+
 def blank(tokens: int, new_tokens: int) -> PreparedExample:
     """Return an example with these lengths and no content, for forecasts of memory."""
     example = Example(
@@ -222,7 +228,7 @@ def prepare(task: Task, source: ModelSource, settings: Settings) -> Sequence[Pre
 def prompts_of(task: Task, source: ModelSource, settings: Settings) -> Prompts:
     """Return all examples of `task`, with the prompts that the model of `source` gets, and print
     how many are left out. Raise `LintError` for the first prompt with an error."""
-    info, tokenizer = source.describe(), _asked(source.tokenizer(), settings)
+    info, tokenizer = source.describe(), asked_tokenizer(source.tokenizer(), settings)
     check_keywords(tokenizer, settings.template_kwargs or {})
     env = TaskEnv(
         text=Tools(tokenizer, settings.chat),  # type: ignore[arg-type]
@@ -266,7 +272,7 @@ def _told_apart(task: Task, env: TaskEnv) -> Iterator[Example]:
         yield example
 
 
-def _asked(tokenizer: Tokenizer, settings: Settings) -> Tokenizer:
+def asked_tokenizer(tokenizer: Tokenizer, settings: Settings) -> Tokenizer:
     """Return the tokenizer with a chat template that has the model think or not, as
     `settings.thinking` says. Raise `SettingsError` if the model is to think and cannot."""
     asked: Any = ThinkingTokenizer(tokenizer, settings.template_kwargs or {}, on=settings.thinks)

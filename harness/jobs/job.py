@@ -23,8 +23,10 @@ from harness.jobs.examples import PreparedExample, Prompts, prompts_of
 from harness.jobs.machine import check_machine, free_here, refuse
 from harness.jobs.memory import CacheSpec, MemoryForecast, needed, size
 from harness.jobs.model_check import check_against_generate
+from harness.jobs.remote import resolve_remote
 from harness.jobs.resolve import abilities_of, chunked, codec_of, resolve, resolve_for_examples
 from harness.models.base import ARCHITECTURES, LoadedModel, ModelError, ModelSource, is_loaded, load
+from harness.models.remote import RemoteModel
 from harness.prompts.prompt import calibration_text
 from harness.prompts.repeating import repeat_prompts
 from harness.results.compared import averages
@@ -43,6 +45,7 @@ from methods.abilities.repeat import Repeat
 from methods.base import Budget, Method, paper_differs
 from methods.full import Full
 
+ENDPOINT = "endpoint"  # in the place of a method's name
 Presets = Mapping[str, str]  # method, task, model -> the name of the yaml that the user chose
 
 
@@ -82,10 +85,17 @@ class Job:
         """
         check_machine(wanted)
         task.require(wanted.data.folder())
+        remote = isinstance(model, RemoteModel)
+        resolved = resolve_remote(wanted, method) if remote else None
+        if isinstance(model, RemoteModel):
+            model = model.asked()
+            presets = {**(presets or {}), "method": model.called}
         info = model.describe()
-        resolved = resolve(wanted, method, info)
+        resolved = resolved or resolve(wanted, method, info)
         prompts = prompts or prompts_of(task, model, resolved.settings)
         settings = resolve_for_examples(resolved, task, prompts, info)
+        if isinstance(model, RemoteModel):
+            model.check(prompts.items, settings)
         for note in [] if beside else resolved.notes:
             say_once(note)
         if (settings.device, settings.dtype) == ("cpu", "fp16"):
@@ -96,12 +106,14 @@ class Job:
             )
         named = {"method": resolved.method, "task": task, "model": model}
         config = asdict(settings) | {
-            kind: plugins.describe(plugin) for kind, plugin in named.items()
+            kind: plugins.recorded(plugin) for kind, plugin in named.items()
         }
         fed, answers = zip(
             *((item.sha256, item.answers_sha256) for item in prompts.items), strict=True
         )
         own = identity(config, named, revision=info.revision, prompts=fed, answers=answers)
+        if isinstance(model, RemoteModel):
+            own["served"] = model.said()
         return cls(
             resolved.method,
             task,
@@ -119,7 +131,7 @@ class Job:
     def full(self) -> Job | None:
         """The job that runs Full (dense attention, the baseline) on the same examples, which this
         job is compared with; None with baseline=off, and for Full itself."""
-        if self.settings.baseline == "off" or isinstance(self.method, Full):
+        if self.settings.baseline == "off" or isinstance(self.method, Full):  # as behind a server
             return None
         shared = replace(self.settings, shared_prefill=self.wanted.shared_prefill)
         presets = self.presets and {**self.presets, "method": "full"}
@@ -132,11 +144,12 @@ class Job:
 
     @property
     def names(self) -> tuple[str, str]:
-        """The names of the task's and the method's modules, as in ("niah", "pqcache")."""
+        """The names of the task's and the method's modules, as in ("niah", "pqcache"); behind a server
+        "endpoint" stands for the method."""
         task, method = (
             str(self.config[kind][plugins.TARGET]).split(".")[-2] for kind in ("task", "method")
         )
-        return task, method
+        return task, ENDPOINT if isinstance(self.model, RemoteModel) else method
 
     @property
     def label(self) -> str:
@@ -171,7 +184,10 @@ class Job:
         )
 
     def refuse_memory(self, beside: Sequence[Job] = ()) -> None:
-        """Raise `SettingsError` if this job and those `beside` it do not fit into free memory."""
+        """Raise `SettingsError` if this job and those `beside` it do not fit into free memory. That of a
+        server is none of ours."""
+        if isinstance(self.model, RemoteModel):
+            return
         refuse(self.need(beside), self.settings, self.free)
 
     def require_known(self) -> None:

@@ -5,7 +5,6 @@ resumes, is decided in evaluate.py."""
 from __future__ import annotations
 
 import gc
-import hashlib
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -28,7 +27,7 @@ from harness.engine.engine import Engine
 from harness.engine.graph import CudaGraphs
 from harness.engine.sampling import Greedy, MinLength, Sampled, Sampler
 from harness.engine.trace import Tracer
-from harness.jobs.examples import PreparedExample, by_context, room
+from harness.jobs.examples import PreparedExample, by_context, room, sampling_seed
 from harness.jobs.histories import Histories, in_memory, opened
 from harness.jobs.likelihood import Likelihood, choices_output
 from harness.jobs.prefill import Prefilled, Usage
@@ -317,8 +316,8 @@ class Runner:
         stop: Stop = never if wanted.force_length else rule
         sampler: Sampler = Greedy()
         if wanted.temperature:
-            digest = hashlib.sha256(f"{self.settings.seed}/{item.example.id}".encode()).digest()
-            generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest[:4]))
+            seed = sampling_seed(self.settings.seed, item.example.id)
+            generator = torch.Generator(self.device).manual_seed(seed)
             sampler = Sampled(wanted.temperature, wanted.top_k, wanted.top_p, generator)
         in_thought = sampler.pick
         if least := item.example.min_new_tokens:

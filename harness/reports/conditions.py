@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from harness.config.catalogue import flatten, plain
-from harness.config.settings import recorded_defaults
+from harness.config.settings import SERVER, recorded_defaults
 from harness.reports.compare import Comparison, ReportRow
 from harness.reports.labels import NOT_NAMED, name, spelled_out
 from harness.results.files import canonical
@@ -92,6 +92,8 @@ def _per_row(subject: str, entries: Sequence[ReportRow]) -> str:
 def machine_of(run: StoredRun) -> str:
     """Return dtype, machine and threads of a run as text, with the scheme by which its weights are
     quantised, if they are."""
+    if run.config.get("device") == SERVER:
+        return "behind a server"
     scheme = str(run.info.get("quantised") or "").partition(",")[0]
     return f"{run.config.get('dtype')}{f' ({scheme} weights)' * bool(scheme)} on {_facts(run)['machine']}"
 
@@ -101,13 +103,19 @@ def _facts(run: StoredRun) -> dict[str, str]:
     threads = f"{known['threads']} thread{'s' * (known['threads'] > 1)}" if known["threads"] else ""
     names = dict.fromkeys(filter(None, (known["device_name"], known["cpu"], threads)))
     quantised = run.info.get("quantised")
+    if run.config.get("device") == SERVER:
+        notes = (run.config.get("model") or {}).get("notes")
+        said = f"the server's ({notes})" if notes else "the server's"
+        ours = {"dtype": said, **dict.fromkeys(("device", "machine", "torch"), "the server's")}
+    else:
+        ours = {}
     return {
         "dtype": str(run.config.get("dtype")) + f" (weights: {quantised})" * bool(quantised),
         "device": str(run.config.get("device")),
         "machine": ", ".join(names) or "unknown",
         "torch": known["torch"] or "unknown",
         "commit": (known["commit"] or "unknown")[:7] + " (dirty)" * bool(known["dirty"]),
-    }
+    } | ours
 
 
 def _common_settings(runs: Sequence[StoredRun]) -> str:

@@ -27,7 +27,10 @@ def command(run: StoredRun) -> str:
         words += ["--config-dir", "DIR"]
     for kind, preset in presets.items():
         name, usual = preset or (_typed(run, kind), {})
-        words += [f"{kind}={name}", *_changed(run.config.get(kind) or {}, usual, f"{kind}.")]
+        mine = run.config.get(kind) or {}
+        # a server's address, which no folder of a run holds
+        words += [f"{kind}={name}", *["model.url=URL"] * ("url" in {*usual} - {*mine})]
+        words += _changed(mine, usual, f"{kind}.")
     return shlex.join(
         [
             *words,

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 from evals.stats import ALPHA
-from harness.config.settings import ALIGNED, TUNING_SEED
+from harness.config.settings import ALIGNED, SERVER, TUNING_SEED
 from harness.results.compared import FULL, mean_score, paired
 from harness.results.facts import FACTS
 from harness.results.records import LeftOut, Record
@@ -199,7 +199,8 @@ def _apart_from_full(rows: Sequence[AlarmRow]) -> list[AlarmRow]:
     return [
         row
         for row, full in pairs
-        if any(_apart(a, b) for a in _sessions(row.run) for b in _sessions(full))
+        if row.run.config.get("device") == SERVER
+        or any(_apart(a, b) for a in _sessions(row.run) for b in _sessions(full))
     ]
 
 
@@ -234,6 +235,8 @@ def _shared_the_machine(row: AlarmRow) -> bool:
     if row.summary["simulated"] and not row.summary.get("trace"):
         return False
     config = row.run.config
+    if config.get("device") == SERVER:  # which may be what loads this machine
+        return False
     placement = TIERS.get(config.get("placement", DEVICE))
     in_files = (placement is not None and placement.in_files) or config.get("history") == "store"
     for session in _sessions(row.run):

@@ -35,6 +35,7 @@ PARTS = {
     "model_revision": "the model's revision",
     "prompts": "the prompts",
     "answers": "the right answers",
+    "served": "what the server says of the model",
 }
 OURS = ("harness", "methods", "kernels", "evals")
 # modules, and all below them, that many plug-ins share
@@ -93,7 +94,7 @@ def model_name(config: Mapping[str, Any]) -> str:
     if isinstance(model, Mapping):
         kind = str(model.get("_target_", "unknown")).rpartition(".")[2]
         adapter = model.get("adapter")
-        file, named = model.get("file"), model.get("name")
+        file, named = model.get("file"), model.get("checkpoint") or model.get("name")
         shape = " ".join(filter(None, (kind, model.get("shape"))))
         model = Path(file).name if file else named or shape
         if adapter:

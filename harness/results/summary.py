@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from evals import stats
-from harness.config.settings import ALIGNED, ENTRIES, bytes_of, recorded_defaults
+from harness.config.plugins import TARGET
+from harness.config.settings import ALIGNED, ENTRIES, SERVER, bytes_of, recorded_defaults
 from harness.engine.step_parts import PARTS
 from harness.results import files
 from harness.results.alarms import warnings
@@ -43,6 +44,8 @@ _SETTINGS = [key for key, entry in ENTRIES.items() if entry.one_table]
 ONE_TABLE = ("task", "model", *sorted(_SETTINGS, key="seed".__eq__))
 # settings in a summary
 CONDITIONS = ("protocol", "placement", "codec", "dtype", "device", "batch", "seed")
+# a model behind a server, and the source of the same checkpoint for our engine
+SERVED, FILES = "harness.endpoint.source.Endpoint", "harness.models.hub.HuggingFace"
 SAME_NUMBERS = ("dtype", "device")  # a Full that differs here differs by rounding alone
 
 
@@ -503,7 +506,9 @@ def unlike(run: StoredRun, full: StoredRun) -> list[str]:
         for key in ours
         if ours[key] != theirs[key]
     ]
-    others = [key for key in SAME_NUMBERS if run.config.get(key) != full.config.get(key)]
+    differing = [key for key in SAME_NUMBERS if run.config.get(key) != full.config.get(key)]
+    # nobody knows those of a server
+    others = [] if run.config.get("device") == SERVER else differing
     reasons += [f"{key} ({full.config.get(key)})" for key in others]
     if (placement := full.config.get("placement", DEVICE)) != DEVICE:
         reasons.append(f"placement ({placement})")
@@ -521,6 +526,12 @@ def combination(run: StoredRun) -> str:
 def _settings(run: StoredRun) -> str:
     usual = recorded_defaults()
     known = {name: run.config.get(name, usual.get(name)) for name in ONE_TABLE}
+    # one model, whether our engine or a server runs it
+    model = known["model"]
+    if isinstance(model, Mapping):
+        served = {TARGET: FILES, "name": model_name(run.config)}
+        own = {key: value for key, value in model.items() if value not in (None, False)}
+        known["model"] = served if model.get(TARGET) == SERVED else own
     # older runs lack keys
     return files.canonical(known | {"generation": usual["generation"] | known["generation"]})
 

@@ -18,8 +18,8 @@ from tests.fake_records import config, record, records, rewrite, talk, turn, wri
 INFO: dict[str, Any] = {"status": "complete", "method": "quest", "task": "niah", "task_info": {"chance": 0.0}}
 KEYS = (
     "schema status method task model presets budget protocol placement codec dtype device batch seed num_examples "
-    "num_failed num_skipped num_cut prompt_tokens score full likelihood prefills lost_turns recomputed turns turns_ago "
-    "ttft_s ttft_later_s tt2t_s tpot_s seal_s throughput_tok_s e2e_tok_s prepare_s memory fidelity trace "
+    "num_failed num_skipped num_cut prompt_tokens score full likelihood served prefills lost_turns recomputed turns "
+    "turns_ago ttft_s ttft_later_s tt2t_s tpot_s seal_s throughput_tok_s e2e_tok_s prepare_s memory fidelity trace "
     "simulated traced host_is_cpu warnings"
 )
 MEMORY = (

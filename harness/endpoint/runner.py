@@ -1,0 +1,348 @@
+"""Answers prepared examples by asking a server: `batch` requests at a time, or `model.rate` a second.
+It makes the records that harness/jobs/runner.py makes of our own engine; what a client cannot see
+stays empty."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
+from time import perf_counter, sleep
+from typing import Any
+
+from evals.base import Task
+from harness.config.settings import Settings
+from harness.endpoint.answers import Answer, costs_of, mean_nll, read_answer
+from harness.endpoint.client import ServerRefused
+from harness.endpoint.metrics import Metrics
+from harness.endpoint.requests import CHAT, PLAIN, Talk
+from harness.endpoint.source import Endpoint
+from harness.jobs.examples import PreparedExample, asked_tokenizer
+from harness.jobs.questions import Failed
+from harness.prompts.stops import StopRule
+from harness.prompts.teacher import answer_ids
+from harness.prompts.thinking import ThoughtfulAnswer
+from harness.results.records import Record, Reply, made, whole
+from methods.tiers.tier import TIERS, bytes_key
+
+WARMUP = (
+    64,
+    4,
+)  # last tokens of a prompt, and new tokens: a whole prompt would stay in a prefix cache
+OTHER_PROMPT = (
+    "the server counted other prompt tokens than our tokenizer: its chat template, its first tokens or its tokenizer "
+    "differ"
+)
+UNSEEN: dict[str, Any] = {bytes_key(tier): None for tier in TIERS} | {
+    "state_bytes": None,
+    "sealed": True,  # as far as anybody here knows, which no warning is about
+}
+NO_LOGPROBS = "the server returns no logprobs of prompts"
+
+
+@dataclass
+class Meter:
+    """Divides the time in which requests are on their way among them, in equal parts at any moment, so
+    that the seconds charged to all requests add up to it."""
+
+    _active: int = 0
+    # (time, seconds that one request has been charged if it was there from the beginning)
+    _points: list[tuple[float, float]] = field(default_factory=lambda: [(0.0, 0.0)])
+    _lock: Lock = field(default_factory=Lock)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._change(1)
+        try:
+            yield
+        finally:
+            self._change(-1)
+
+    def _change(self, by: int) -> None:
+        with self._lock:
+            now = perf_counter()
+            last, charged = self._points[-1]
+            self._points.append(
+                (now, charged + (now - last) / max(self._active, 1) * bool(self._active))
+            )
+            self._active += by
+
+    def between(self, begin: float, end: float) -> float:
+        """Return the seconds that a request is charged for a stretch of its time, which has ended."""
+        return self._at(end) - self._at(begin)
+
+    def _at(self, time: float) -> float:
+        with self._lock:
+            place = min(bisect_right(self._points, (time, float("inf"))), len(self._points) - 1)
+            (left, low), (right, high) = self._points[place - 1 : place + 1]
+        return low + (high - low) * min(1.0, (time - left) / max(right - left, 1e-12))
+
+
+@dataclass
+class Exchange:
+    """Hold what one example was answered, turn by turn."""
+
+    item: PreparedExample
+    answers: list[Answer] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+    facts: list[dict[str, Any]] = field(default_factory=list)  # of each turn
+    served: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+class EndpointRunner:
+    """Turns prepared examples into records by asking the server of `model`."""
+
+    def __init__(self, task: Task, settings: Settings, model: Endpoint) -> None:
+        self.task, self.settings, self.model = task, settings, model
+        self.client, self.meter = model.client, Meter()
+        self.metrics = Metrics(self.client)
+        self.tokenizer = asked_tokenizer(model.tokenizer(), settings)
+        self.no_likelihood: str | None = None
+        if model.prompts != "ids":
+            self.no_likelihood = f"model.prompts={model.prompts} has no token ids of a prompt"
+        elif model.rate is not None or settings.batch > 1:
+            self.no_likelihood = "requests for it would disturb the others' times"
+        self.metrics.look()
+
+    def close(self) -> None:
+        """Do nothing: each request has a connection of its own."""
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """The entries of run.json that say how the server was asked."""
+        wanted = self.settings.measures_likelihood
+        return {"no_likelihood": self.no_likelihood if wanted else None}
+
+    def warm_up(self, pending: Sequence[PreparedExample]) -> None:
+        """Send `warmup` short requests, whose answers are dropped."""
+        tokens, new_tokens = WARMUP
+        for item in pending[: self.settings.warmup]:
+            prompt = item.prompt
+            ids = prompt.ids[-tokens:]
+            short = replace(prompt, ids=ids, text=str(self.tokenizer.decode(ids)))
+            path, body = self._talk().ask(replace(item, prompt=short, new_tokens=new_tokens))
+            if path == CHAT:
+                body["messages"] = [{"role": "user", "content": "Hello"}]
+            self._answer(path, body, item)
+
+    def answers(
+        self, items: Iterable[PreparedExample], prefilled: Mapping[str, Any] | None = None
+    ) -> Iterator[Exchange | Failed]:
+        """Yield the answers to `items` in the order in which they end. If the server is gone, those that
+        are on their way are waited for, and its error is raised. `prefilled` is there for runs of our
+        own engine, and empty."""
+        rate, waiting = self.model.rate, deque(items)
+        most = self.settings.batch if rate is None else len(waiting)
+        done: SimpleQueue[tuple[PreparedExample, Exchange | Exception]] = SimpleQueue()
+        began, sent, running = perf_counter(), 0, 0
+        gone: OSError | None = None
+        while waiting or running:
+            wait_s = 0.0 if rate is None else began + sent / rate - perf_counter()
+            if waiting and running < most and wait_s <= 0:
+                Thread(target=self._ask, args=(waiting.popleft(), done), daemon=True).start()
+                sent, running = sent + 1, running + 1
+                continue
+            if not running:
+                sleep(wait_s)
+                continue
+            try:
+                item, outcome = done.get(timeout=wait_s if waiting and wait_s > 0 else None)
+            except Empty:
+                continue
+            running -= 1
+            if isinstance(outcome, OSError):
+                gone = gone or outcome
+                waiting.clear()
+            elif isinstance(outcome, Exception):
+                yield Failed(item, outcome)
+            else:
+                yield outcome
+        if gone is not None:
+            raise gone
+
+    def _ask(
+        self,
+        item: PreparedExample,
+        done: SimpleQueue[tuple[PreparedExample, Exchange | Exception]],
+    ) -> None:
+        try:
+            outcome: Exchange | Exception = self._weighed(item) if item.given else self._said(item)
+            if isinstance(outcome, Exchange):
+                outcome.served |= self.metrics.look()
+        except Exception as error:
+            outcome = error
+        done.put((item, outcome))
+
+    def _talk(self) -> Talk:
+        return Talk(self.model, self.settings, self.tokenizer)
+
+    def _said(self, item: PreparedExample) -> Exchange:
+        """Ask for the answers to an example, turn after turn."""
+        made, talk = Exchange(item), self._talk()
+        for number, turn in enumerate(item.turns):
+            path, body = talk.ask(turn)
+            history = sum(len(one.tokens) for one in made.answers)
+            history += sum(len(one.prompt.ids) for one in item.turns[:number])
+            answer, retries = self._answer(path, body, turn)
+            if not answer.tokens:
+                raise ServerRefused("The server gave an empty answer, of which nothing is known.")
+            self._note(made, turn, answer, retries, path, history, body)
+            following = item.turns[number + 1 : number + 2]
+            costs = self._likelihood(talk, turn)
+            made.answers.append(answer)
+            made.outputs.append(
+                self._rule(turn).text(answer.tokens) if turn.thought else answer.text
+            )
+            second = answer.token_s[1] if len(answer.token_s) > 2 else answer.token_s[-1]
+            begin, end = answer.began, answer.began + answer.token_s[-1]
+            made.facts.append(
+                {
+                    "history_tokens": history,
+                    "share_s": self.meter.between(begin, end),
+                    "decode_share_s": self.meter.between(begin + second, end),
+                    "answer_nll": costs,
+                }
+            )
+            for then in following:
+                talk.answered(then, answer.text, answer.tokens, self.tokenizer.eos_token_id)
+        return made
+
+    def _answer(self, path: str, body: dict[str, Any], turn: PreparedExample) -> tuple[Answer, int]:
+        stops = () if self.settings.generation.force_length else turn.example.stop
+        return self.client.send(
+            path,
+            body,
+            lambda began, events: read_answer(began, events, self.tokenizer, stops),
+            self.meter.running,
+        )
+
+    def _note(
+        self,
+        made: Exchange,
+        turn: PreparedExample,
+        answer: Answer,
+        retries: int,
+        path: str,
+        history: int,
+        body: dict[str, Any],
+    ) -> None:
+        """Add to the exchange what the server counted, and warn where it read another prompt."""
+        counted = answer.usage
+        cached = (counted.get("prompt_tokens_details") or {}).get("cached_tokens")
+        for key, value in {
+            "prompt_tokens": counted.get("prompt_tokens"),
+            "completion_tokens": counted.get("completion_tokens"),
+            "cached_tokens": cached,
+            "retries": retries,
+        }.items():
+            if value is not None:
+                made.served[key] = made.served.get(key, 0) + value
+        known = counted.get("prompt_tokens")
+        sent = body["prompt"] if path == PLAIN else None
+        expected = len(sent) if isinstance(sent, list) else history + len(turn.prompt.ids)
+        if known is not None and known != expected and not history:
+            made.warnings.append(OTHER_PROMPT)
+
+    def _likelihood(self, talk: Talk, turn: PreparedExample) -> float | None:
+        """Return the mean negative log-likelihood of the most likely right answer, as
+        harness/jobs/likelihood.py measures it: per token behind the first."""
+        if not self.settings.measures_likelihood or self.no_likelihood:
+            return None
+        costs = list[float]()
+        for reference in dict.fromkeys(filter(None, turn.example.references)):
+            tokens = answer_ids(reference, turn.prompt, self.tokenizer)[: turn.answer_tokens]
+            if len(tokens) > 1:
+                weights = self._weights(talk, tokens)
+                if weights is None:
+                    self.no_likelihood = NO_LOGPROBS
+                    return None
+                costs.append(mean_nll(weights[1:]))
+        return min(costs, default=None)
+
+    def _weights(self, talk: Talk, tokens: Sequence[int]) -> list[tuple[float, bool]] | None:
+        start, count = len(talk.ids), len(tokens)
+        try:
+            return self.client.send(
+                PLAIN,
+                talk.echoed(tokens),
+                lambda _, events: costs_of(next(iter(events))[1], start, count),
+                self.meter.running,
+            )[0]
+        except ServerRefused:
+            return None
+
+    def _weighed(self, item: PreparedExample) -> Exchange:
+        """Ask how likely given texts are: choices, or one that is fed in place of an answer. Its line
+        has one token, since a server that reads a text at once shows no time for each."""
+        talk, weights = self._talk(), list[list[tuple[float, bool]]]()
+        talk.ask(item)
+        began = perf_counter()
+        for given in item.choices or [item.forced]:
+            one = self._weights(talk, given)
+            if one is None:
+                raise ServerRefused(
+                    f"This task asks how likely given texts are, and {NO_LOGPROBS}: measure one that does (vLLM)."
+                )
+            weights.append(one)
+        took = perf_counter() - began
+        joint = [(sum(cost for cost, _ in each), all(top for _, top in each)) for each in weights]
+        output = json.dumps(joint) if item.choices else repr(mean_nll(weights[0]))
+        first = (item.choices or [item.forced])[0][:1]
+        answer = Answer(output, list(first), [took], "forced", began, {})
+        return Exchange(item, [answer], [output], [{"history_tokens": 0}], {"retries": 0})
+
+    def _rule(self, turn: PreparedExample) -> StopRule | ThoughtfulAnswer:
+        eos, example = self.tokenizer.eos_token_id, turn.example
+        ids = [eos] if isinstance(eos, int) else []
+        rule = StopRule(self.tokenizer, ids, example.stop, example.min_new_tokens)
+        return (
+            rule
+            if turn.thought is None
+            else ThoughtfulAnswer(turn.thought, rule, turn.answer_tokens)
+        )
+
+    def record(self, exchange: Exchange) -> Record:
+        item, replies = exchange.item, list(self._replies(exchange))
+        facts = item.facts
+        known = {
+            "id": item.example.id,
+            "group": item.example.group,
+            "prompt_sha256": item.sha256,
+            **(whole([made(Reply, reply) for reply in replies]) if item.further else replies[0]),
+            **facts,
+            "warnings": [*facts["warnings"], *dict.fromkeys(exchange.warnings)],
+            "served": exchange.served,
+            "prompt_ids": [token for turn in item.turns for token in turn.prompt.ids]
+            if self.settings.results.save_prompts
+            else None,
+        }
+        return made(Record, known)
+
+    def _replies(self, exchange: Exchange) -> Iterator[dict[str, Any]]:
+        """Yield what is known of each turn, by the keys of a line, with its score."""
+        parts = exchange.item.turns, exchange.item.example.turns, exchange.answers
+        for turn, example, answer, output, facts in zip(
+            *parts, exchange.outputs, exchange.facts, strict=True
+        ):
+            rule = self._rule(turn)
+            score = self.task.score(example, output)
+            yield {
+                **UNSEEN,
+                "prompt_tokens": len(turn.prompt.ids),
+                "context_tokens": None,
+                "output": output,
+                "tokens": answer.tokens,
+                "stop": answer.stop,
+                "token_s": answer.token_s,
+                "score": score.value if rule.answers(answer.tokens) else 0.0,
+                "details": dict(score.details),
+                "data": dict(example.data),
+                **rule.facts(answer.tokens),
+                **facts,
+            }
