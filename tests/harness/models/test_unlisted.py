@@ -42,10 +42,6 @@ from tests.tiny import saved as saved_in
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 SLIDES = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-DENSE = {  # Granite 4.0's: of a class for hybrids, without a layer that keeps a state
-    "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 64, "mamba_n_heads": 8,
-    "layer_types": ["attention"] * 3, "position_embedding_type": "rope",
-}  # fmt: skip
 UNLISTED: dict[str, dict[str, Any]] = {
     "olmo2": {},  # norms of whole projections
     "cohere": {},  # neighbouring channels turn together
@@ -60,7 +56,7 @@ UNLISTED: dict[str, dict[str, Any]] = {
     | {"layer_types": [*SLIDES["layer_types"][:2], "full_attention"], "head_dim": 16, "global_head_dim": 16}
     | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
     "afmoe": EXPERTS | SLIDES | {"head_dim": 16, "num_dense_layers": 1},  # gates what attention gives
-    "granitemoehybrid": DENSE | {"attention_multiplier": 0.2},
+    "granite4": {},  # of a class for hybrids, without a layer that keeps a state
 }
 
 
@@ -171,7 +167,7 @@ def test_a_model_of_ones_own_is_refused_by_what_it_does_and_never_runs_by_blocks
         ("recurrent_gemma", {"lru_width": 128}, "RecurrentGemmaForCausalLM (keeps states in another|is not built)"),
         ("llama4_text", EXPERTS | {"attention_chunk_size": 32}, "within chunks of the text"),
         ("gemma3n_text", SHARES, "Gemma3nForCausalLM has layers that share keys and values"),
-        ("deepseek_v32", EXPERTS | LATENT | {"index_topk": 16}, "that an indexer of its own chooses"),
+        ("deepseek_v32", EXPERTS | LATENT | {"index_topk": 16}, "what an indexer of its own chooses"),
         ("llama", {"is_causal": False}, "attends to later tokens too"),  # listed classes, which are not tried otherwise
         ("gemma3_text", {"use_bidirectional_attention": True}, "attends to later tokens too"),
         ("laguna", EXPERTS | fewer, "has 4 query heads in each layer, and its config says 8"),
