@@ -73,6 +73,12 @@ class AdaKeep(SnapKeep, capturable=True, of_each={}):
         won, floor = (best // votes.shape[1] == owners).sum(1).tolist(), self.method.floor
         return whole_shares([count * (1 - floor) + each * floor for count in won], lengths)
 
+    def _votes(self) -> Tensor:
+        if not isinstance(self.store, PerHeadStore):
+            return super()._votes()
+        votes = pad_sequence(self._votes_per_head(), True, float("-inf"), padding_side="left")
+        return votes.unflatten(0, (-1, self.spec.num_kv_heads))
+
     def _votes_per_head(self) -> list[Tensor]:
         """Return the votes (attention from the last queries, pooled over neighbouring tokens) for
         every stored token except the window: one tensor [M] per KV head, one sequence after the

@@ -6,11 +6,11 @@ so far, summed over the query heads of a KV head. (The sum over heads is that of
 comparison; the paper of H2O has no grouped heads.) The tokens with the largest sums and the most
 recent ones stay. Kept keys stay at their positions.
 
-The prompt is evicted once, at its seal, while the paper evicts with each token. `compensation`
-makes it PQCache's H2O(C), which may keep more than the budget because it moves nothing: with s
-prompt tokens, s/128 more (`literal`, which takes the share of the cache in the text at its word) or
-s/256 more (`bytes`, since the other methods' extra transfer is 1/128 of the keys alone). Sums are
-computed in fp32; the released code's fp16 sums overflow at sinks."""
+The prompt is evicted once, at its seal, while the paper evicts with each token, as here with
+evict_every=1. `compensation` makes it PQCache's H2O(C), which may keep more than the budget because
+it moves nothing: with s prompt tokens, s/128 more (`literal`, which takes the share of the cache in
+the text at its word) or s/256 more (`bytes`, since the other methods' extra transfer is 1/128 of
+the keys alone). Sums are computed in fp32; the released code's fp16 sums overflow at sinks."""
 
 from __future__ import annotations
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool1d, max_pool1d
+from torch.nn.functional import avg_pool1d, max_pool1d, pad
 
 from kernels import ops
 from kernels.sink_logits import column_sums
@@ -36,6 +37,15 @@ class SnapKeep(LastQueries, capturable=True, of_each={}):
         window = self.method.window
         plan = Plan(0, window, size - window)
         return between_ends(ops.top_k(self._votes(), plan.top), plan, self.store.length)
+
+    def best_generated(self, count: int, size: int) -> Tensor:
+        """Return which `size` of the last `count` stored tokens, the generated ones, each KV head
+        keeps, [B G size]: the latest, as many as vote, and of the others those with most votes."""
+        plan = Plan(0, min(self.method.window, size), size - min(self.method.window, size))
+        votes = pad(self._votes(), (0, self.method.window), value=torch.inf)
+        votes = votes[..., votes.shape[2] - count : votes.shape[2] - plan.local]
+        of_heads = votes.unflatten(1, (self.layer.heads, -1)).mean(2)
+        return between_ends(ops.top_k(of_heads, plan.top), plan, count)
 
     def _votes(self) -> Tensor:
         """Return the votes for every stored token except the window, [B G S] or [B H S]: the
@@ -102,8 +112,8 @@ class SnapKV(PolicyMethod):
         return case.budget
 
     def cost(self, case: LayerWorkload) -> Cost:
+        queries = Cost(self.window * case.query_bytes if case.room < case.reserve else 0)
         if self.reads_whole(case):
-            return costs.dense(case)
-        return costs.evict(
-            case, self.kept(case), case.spec.group if self.select_per == "query_head" else 1
-        )
+            return costs.dense(case) + queries
+        copies = case.spec.group if self.select_per == "query_head" else 1
+        return costs.evict(case, self.kept(case), copies) + queries

@@ -17,6 +17,7 @@ from harness.config.catalogue import Entry, Experiment, entries, experiments
 from harness.config.keys import Setting, parameters_of, sections, settings
 from harness.config.settings import Settings
 from kernels import ops
+from methods.abilities import APART
 from tests.official.comparison import HEAD, stored
 
 
@@ -87,6 +88,7 @@ The rows "as in released code" say what its authors' code does alike, and
 or "deviations" has none of it."""
 OPERATIONS_HEAD = ("backends, in the order in which they are tried", "operations")
 PAGE_LANGUAGES = {".py": "python", ".yaml": "yaml"}
+PAIRS_HEAD = ("ability", "does not go with")
 EXPERIMENTS_HEAD = ("experiment", "what", "made by", "small variant")
 
 
@@ -203,6 +205,16 @@ def operations_table() -> str:
     return table(OPERATIONS_HEAD, named.items())
 
 
+def pairs_table() -> str:
+    """Return the table in docs/extending.md: which abilities do not go with which, and why."""
+    firsts = dict.fromkeys(first for first, _ in APART)
+    others = {
+        first: "; ".join(f"{code(other.__name__)}: {why}" for (one, other), why in APART.items() if one is first)
+        for first in firsts
+    }
+    return table(PAIRS_HEAD, [(code(first.__name__), text) for first, text in others.items()])
+
+
 def written_into(name: str) -> tuple[str, str]:
     """Return a page that people write as it is, and with today's table in place of its own."""
     head, today = {
@@ -221,8 +233,9 @@ def with_table(page: str, head: Sequence[str], today: str) -> str:
 
 
 def extending_page() -> tuple[str, str]:
-    """Return docs/extending.md as it is, and with what `harness.new` writes of each kind today."""
-    page = today = (DOCS / "extending.md").read_text(encoding="utf-8")
+    """Return docs/extending.md as it is, and with today's pairs of abilities and files that `harness.new` writes."""
+    page = (DOCS / "extending.md").read_text(encoding="utf-8")
+    today = with_table(page, PAIRS_HEAD, pairs_table())
     for kind, name in KINDS.items():
         for path, text in written(kind, name, "mine").items():
             head, found, rest = today.partition(f"`{path}`:\n\n```{PAGE_LANGUAGES[path.suffix]}\n")

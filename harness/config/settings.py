@@ -251,6 +251,25 @@ class Settings:
         after_prefill=True,
         read_by=BOTH,
     )
+    keep_generated: str | None = setting(
+        None,
+        "which generated tokens stay under budget_generated: the newest, those that the method scores best, or the "
+        "newest 64 and a random sample, as in Random Attention; null: the newest, and under H2O also the best",
+        READ,
+        choices=(None, "newest", "score", "random"),
+        after_prefill=True,
+        named="always",
+        read_by=BOTH,
+    )
+    evict_every: int | None = setting(
+        None,
+        "after every so many generated tokens, a method that evicts ranks all rows anew, down to the budget, which "
+        "then counts prompt and answer; null: it evicts at the prompt's end alone",
+        READ,
+        within=FROM_1,
+        after_prefill=True,
+        read_by=BOTH,
+    )
     merge: str | None = setting(
         None,
         "cam: where rows go while the answer grows (TOVA, R-KV), merge their values into rows that stay, as CaM does",
@@ -504,6 +523,13 @@ class Settings:
             )
         if self.budget_generated is not None and self.budget is None:
             yield "budget_generated goes with a budget: set one; budget=1.0 leaves the prompt whole."
+        if self.keep_generated is not None and self.budget_generated is None:
+            yield (
+                f"keep_generated={self.keep_generated} chooses among more generated tokens than budget_generated "
+                "allows: set that as well."
+            )
+        if self.evict_every is not None and self.budget is None:
+            yield "evict_every goes with a budget, down to which a method evicts: set one."
         if self.budget_mass is not None and self.budget is None:
             yield "budget_mass goes with a budget, by which a method picks the candidates: set one."
         if self.template_kwargs and self.chat == "none":

@@ -285,7 +285,9 @@ class Job:
     def facts(self) -> dict[str, Any]:
         """Return the entries of run.json that describe this run besides its configuration and do
         not depend on the machine: the task's version and metric, names of presets, cautions."""
-        described, counted = self.model.describe(), ability(self.method, CountedAnswer)
+        described = self.model.describe()
+        abilities = (*self.method.abilities, *abilities_of(self.settings, self.budget))
+        counted = next((one for one in abilities if isinstance(one, CountedAnswer)), None)
         return {
             "task_info": {
                 "version": self.task.version,

@@ -272,6 +272,7 @@ def _workloads(
     codec = codec_of(settings)
     prompt = item.sealed(settings.protocol)[-1] if sealed is None else sealed
     how = (settings.placement, DTYPE_BYTES[settings.dtype], item.room - prompt, codec)
+    least = cache_spec.method.smallest_budget
     return [
         LayerWorkload(spec, prompt, prompt, *how)
         if budget is None
@@ -281,7 +282,8 @@ def _workloads(
             budget.tokens(prompt, spec.index),
             *how,
             budget.prunes(spec.index),
-            budget.rows(prompt, spec.index),
+            rows := budget.rows(prompt, spec.index),
+            None if rows is None or rows < least else settings.evict_every,
         )
         for spec in shapes(info, settings.device)
     ]

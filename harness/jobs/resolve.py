@@ -37,6 +37,8 @@ from harness.prompts.prompt import MOST
 from harness.results.files import unwritable
 from harness.terminal.notices import say_once
 from methods.abilities import ability, asked, refuse
+from methods.abilities.evict_every import EvictEvery
+from methods.abilities.keep_generated import RULES, KeepRandom
 from methods.abilities.kept_codec import KeptCodec
 from methods.abilities.merge import Merge
 from methods.abilities.repeat import Repeat
@@ -123,8 +125,17 @@ def codec_of(settings: Settings) -> Codec | None:
 
 def abilities_of(settings: Settings, budget: Budget | None) -> tuple[Ability, ...]:
     """Return the abilities that the settings give a method (methods/abilities)."""
-    merge = () if settings.merge is None or budget is None else (Merge(settings.merge),)
-    return (*asked(budget, codec_of(settings)), *merge)
+    given = list(asked(budget, codec_of(settings)))
+    if budget is None:
+        return tuple(given)
+    if settings.merge is not None:
+        given.append(Merge(settings.merge))
+    if settings.keep_generated is not None:
+        kind = RULES[settings.keep_generated]
+        given.append(kind(settings.seed) if issubclass(kind, KeepRandom) else kind())
+    if settings.evict_every is not None:
+        given.append(EvictEvery(settings.evict_every))
+    return tuple(given)
 
 
 def _budget(settings: Settings, method: Method, info: ModelInfo) -> Budget | None:
@@ -314,7 +325,8 @@ def _notes_here(settings: Settings, task: Task, items: Sequence[PreparedExample]
     for name in ("temperature", "top_k", "top_p", "force_length", "samples"):
         if given and getattr(wanted, name) != getattr(usual.generation, name):
             yield f"generation.{name} changes nothing here: all that is answered is given"
-    if settings.seed != usual.seed and not task.seeded and (given or not wanted.temperature):
+    draws = settings.keep_generated == "random" or (wanted.temperature and not given)
+    if settings.seed != usual.seed and not task.seeded and not draws:
         yield "seed changes nothing here: the task has the same examples whatever it is, and no token is drawn"
     if settings.chat == "none" and not any(turn.example.chat for turn in turns):
         yield "chat=none changes nothing here: this task has no prompt wrapped"

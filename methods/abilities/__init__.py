@@ -20,22 +20,30 @@ gives it to methods."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from methods.abilities.bounded_answer import BoundedAnswer, CountedAnswer
+from methods.abilities.evict_every import EvictEvery
 from methods.abilities.kept_codec import KeptCodec
 from methods.abilities.mass import Mass
+from methods.abilities.merge import Merge
 from methods.abilities.repeat import Repeat
 from methods.base import Ability, Budget, Method
 from methods.tiers.codec import Codec
 
 A = TypeVar("A", bound=Ability)
-# of a method, of a setting: why not both
+# of a method or a setting, of a setting: why not both
 APART: Mapping[tuple[type[Ability], type[Ability]], str] = {
     (CountedAnswer, BoundedAnswer): "its budget counts them already",
     (CountedAnswer, KeptCodec): "drops rows one by one, which a codec writes together",
     (CountedAnswer, Mass): "its budget counts prompt and answer, and a step reads all of both",
+    (CountedAnswer, EvictEvery): "it drops rows at times of its own",
+    (EvictEvery, BoundedAnswer): "evict_every counts them in its budget",
+    (EvictEvery, KeptCodec): "evicts from plain rows under evict_every, and a codec writes them",
+    (EvictEvery, Mass): "evict_every counts prompt and answer, and a step reads all of both",
+    (EvictEvery, Merge): "evict_every ranks all rows anew and lets many go at once",
+    (Repeat, EvictEvery): "it scores rows while the model repeats the prompt",
     (Repeat, Mass): "a step reads all that it keeps",
 }
 
@@ -57,10 +65,11 @@ def ability(method: Method, kind: type[A]) -> A | None:
     return next((own for own in method.abilities if isinstance(own, kind)), None)
 
 
-def refuse(method: Method, given: Iterable[Ability]) -> None:
+def refuse(method: Method, given: Sequence[Ability]) -> None:
     """Raise `ValueError` if `method` cannot have one of the abilities that settings gave it."""
+    abilities = (*method.abilities, *given)
     for one in given:
-        apart = (APART.get((type(own), type(one))) for own in method.abilities)
-        why = one.refusal(method) or next((reason for reason in apart if reason), None)
+        apart = (APART.get((type(own), type(one))) for own in abilities)
+        why = next((reason for reason in apart if reason), None) or one.refusal(method)
         if why is not None:
             raise one.error(method, why)

@@ -8,9 +8,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from methods.abilities.keep_generated import KeepGenerated, KeepScored
 from methods.base import Ability, BudgetError, KVLayer, Method
 from methods.layers.ability_state import AbilityState
 from methods.layers.layer import Layer
@@ -31,8 +31,8 @@ class Bound(NamedTuple):
 class BoundedAnswer(Ability):
     """Let each KV head keep at most `generated` generated tokens, the current one included. A policy
     says in `keep_generated(count, size)` which `size` of the last `count` stay, [B G size],
-    numbered from 0 and ascending; by default the latest. The setting `budget_generated` adds it, as
-    `Budget.generated`."""
+    numbered from 0 and ascending; by default the latest. `KeepGenerated` is in its place. The
+    setting `budget_generated` adds it, as `Budget.generated`."""
 
     generated: int
 
@@ -84,9 +84,24 @@ class AnswerBound(AbilityState, capturable=True, of_each={}):
         tokens than the bound allows, so that it is never reached."""
         bound, request = self.asked(), self.request
         longest = self.store.length + request.capacity - self.layer.seen
-        if bound is None or request.grows or longest > bound.first + bound.most:
+        if bound is None or request.grows or longest > self.lasts(bound):
             return bound
         return None
+
+    def lasts(self, bound: Bound) -> int:
+        """Return how many rows a KV head holds when rows go for the first time."""
+        return bound.first + bound.most
+
+    @property
+    def ranks(self) -> bool:
+        """Return whether the method's own scores say which rows go."""
+        return isinstance(self.rule, KeepScored)
+
+    @property
+    def rule(self) -> KeepGenerated | None:
+        """Return the rule that settings give for what stays of an answer; None for the method's."""
+        given = self.request.abilities
+        return next((one for one in given if isinstance(one, KeepGenerated)), None)
 
     def after_seal(self) -> bool:
         self.bound = bound = self.reached()
@@ -125,10 +140,9 @@ class AnswerBound(AbilityState, capturable=True, of_each={}):
         function that chose, for an error message, and the chosen rows."""
         attends = self.layer.attends
         given = f"{type(attends).__name__}.keep_generated"
-        if hasattr(attends, "keep_generated"):
+        if self.rule is None and hasattr(attends, "keep_generated"):
             return given, attends.keep_generated(count, size)
-        latest = torch.arange(count - size, count, device=self.request.device)
-        return given, latest.expand(self.request.batch, self.layer.heads, -1)
+        return given, (self.rule or KeepGenerated()).choose(self.layer, count, size)
 
     def let_go(self, count: int, rows: Tensor) -> None:
         """Drop those of the last `count` stored tokens (the generated ones, or all) that rows [B
@@ -149,6 +163,7 @@ class CountedBound(AnswerBound, capturable=True, of_each={}):
     """Let tokens of prompt and answer go when they are more than the method's budget."""
 
     what = "the budget"
+    ranks = True
 
     def __init__(self, extra_rows: int) -> None:
         self.extra_rows = extra_rows

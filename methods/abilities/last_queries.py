@@ -1,5 +1,5 @@
-"""Evicts by the last queries: at the seal by those of the prompt. Under a budget that counts prompt
-and answer it also evicts while the model decodes, by the queries of the answer."""
+"""Evicts by the last queries: at the seal by those of the prompt. Where rows go by their scores while
+the model decodes, it evicts by the queries of the answer, too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from methods.abilities import ability
-from methods.abilities.bounded_answer import CountedAnswer, CountedBound
+from methods.abilities.bounded_answer import AnswerBound, CountedAnswer
 from methods.base import AttnInput, Cost, LayerWorkload
 from methods.layers.layer import PolicyMethod
 from methods.layers.policy import Keep
@@ -38,7 +38,8 @@ class LastQueries(Keep, capturable=True, of_each={}):
     def close(self, evicted: int) -> None:
         states = self.layer.states
         if not any(
-            isinstance(state, CountedBound) and state.reached() is not None for state in states
+            isinstance(state, AnswerBound) and state.ranks and state.reached() is not None
+            for state in states
         ):
             self.queries = None
 

@@ -27,6 +27,15 @@ class LayerWorkload:
     estimated: bool = False
     # what a KV head may hold of prompt and answer, if the budget counts both (`Budget.rows`)
     rows: int | None = None
+    # tokens of the answer after which all rows are ranked anew (`EvictEvery`); None: never
+    every: int | None = None
+
+    @property
+    def room(self) -> int:
+        """Return for how many generated tokens a KV head has room once the prompt is sealed."""
+        if self.every is None or self.rows is None:
+            return self.reserve
+        return min(self.reserve, max(self.rows - self.sealed, 0) + self.every)
 
     @property
     def capacity(self) -> int:

@@ -130,7 +130,7 @@ class Storage(KVLayer):
         """Drop stored tokens where KV heads keep different numbers of them. `rows`: a tensor [K]
         for every head, of the tokens that stay, ascending, one sequence after the other. Their
         total must be a multiple of the number of heads."""
-        whole, room = self.store, self.request.capacity - self.seen
+        whole, room = self.store, self.room(sum(map(len, rows)) // len(rows))
         places = self.stored_positions().flatten(0, 1)  # a head with fewer tokens has them last
         stored = whole.per_head()
         if self.cache.checking:

@@ -17,7 +17,8 @@ FP32, INT32, INT64 = 4, 4, 8  # bytes of an element
 
 def dense(case: LayerWorkload) -> Cost:
     """Return the cost of having everything on the device and reading all of it; nothing moves."""
-    return Cost(case.dense_bytes).reading(case.sealed * case.row_bytes)
+    held = (case.sealed + case.room) * case.row_bytes
+    return Cost(held).reading(case.sealed * case.row_bytes)
 
 
 def evict(case: LayerWorkload, kept: int, copies: int = 1) -> Cost:
@@ -30,7 +31,7 @@ def evict(case: LayerWorkload, kept: int, copies: int = 1) -> Cost:
         return dense(case)
     heads = replace(case.spec, num_kv_heads=copies * case.spec.num_kv_heads)
     case = replace(case, spec=heads, placement=DEVICE)
-    held = Cost((kept + case.reserve) * case.row_bytes).reading(kept * case.row_bytes)
+    held = Cost((kept + case.room) * case.row_bytes).reading(kept * case.row_bytes)
     return held + sent_away(case, kept, kept)
 
 

@@ -47,6 +47,8 @@ OTHERS: dict[str, Other] = {
     "dense_layers": Other([1]),
     "budget_mass": Other(0.6),
     "budget_generated": Other(8),
+    "keep_generated": Other("random", {"budget_generated": 8}),
+    "evict_every": Other(6),
     "merge": Other("cam"),
     "placement": Other("host"),
     "codec": Other("int8"),

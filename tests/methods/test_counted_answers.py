@@ -21,6 +21,8 @@ from harness.prompts.teacher import Forced
 from kernels.dispatch import use_backend
 from methods.abilities import APART, ability, refuse
 from methods.abilities.bounded_answer import BoundedAnswer, CountedAnswer
+from methods.abilities.evict_every import EvictEvery
+from methods.abilities.keep_generated import KeepRandom
 from methods.abilities.kept_codec import KeptCodec
 from methods.abilities.mass import Mass
 from methods.abilities.merge import Merge as CaM
@@ -320,16 +322,26 @@ def test_only_methods_whose_rows_go_take_a_merge() -> None:
         refuse(SnapKV(), (CaM("cam"),))
 
 
-GIVEN = {Mass: Mass(0.9), BoundedAnswer: BoundedAnswer(8), KeptCodec: KeptCodec(codec_of("tq4")), CaM: CaM("cam")}
+GIVEN = {
+    Mass: Mass(0.9),
+    BoundedAnswer: BoundedAnswer(8),
+    KeepRandom: KeepRandom(1),
+    EvictEvery: EvictEvery(8),
+    KeptCodec: KeptCodec(codec_of("tq4")),
+    CaM: CaM("cam"),
+}
 
 
-@pytest.mark.parametrize("own", [CountedAnswer(), Repeat(chunk=9)], ids=["counted", "repeat"])
+@pytest.mark.parametrize("own", [CountedAnswer(), Repeat(chunk=9), *GIVEN.values()], ids=lambda own: type(own).__name__)
 @pytest.mark.parametrize("kind", GIVEN, ids=lambda kind: kind.__name__)
 def test_abilities_that_do_not_go_together_are_refused_by_name(own: Ability, kind: type[Ability]) -> None:
-    """Of a method that takes all that settings give."""
-    method = type("Able", (SnapKV,), {"abilities": (own,), "takes": dict.fromkeys(GIVEN)})()
-    why = APART.get((type(own), kind))
-    if kind is CaM and not own.budgets:
+    """Of a method that takes all that settings give, and has one ability of its own or from another setting."""
+    by_itself = not isinstance(own, tuple(GIVEN))
+    method = type("Able", (SnapKV,), {"abilities": (own,) * by_itself, "takes": dict.fromkeys(GIVEN)})()
+    given = (GIVEN[kind],) if by_itself else tuple({type(own): own, kind: GIVEN[kind]}.values())
+    pairs = ((type(one), type(other)) for one in (own, *given) for other in given)
+    why = next((APART[pair] for pair in pairs if pair in APART), None)
+    if why is None and CaM in map(type, given) and not own.budgets:
         why = "no rows go while its answer grows"
     with nullcontext() if why is None else pytest.raises(ValueError, match=f"^Able .*{why}"):
-        refuse(method, (GIVEN[kind],))
+        refuse(method, given)
