@@ -134,13 +134,13 @@ def by_token(found: StateModule, run: Run, hidden: Tensor, states: Any) -> Tenso
 def goes_by_token(model: Any, found: StateModule) -> bool:
     """Return whether a module with a state goes on from it by one token at a time alone: some (Jamba's)
     forget the recurrent state where several tokens follow it, and give the same from any other."""
-    weight = next(found.module.parameters())
+    place = next(found.module.parameters()).device
     hidden = torch.randn(1, 2, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
     outputs = []
     for more in (0, 1):
         states: Any = fresh_states(model.config)
         for _ in range(2):
-            output = found.module(hidden.to(weight), **{found.cache: states})
+            output = found.module(hidden.to(place, model.dtype), **{found.cache: states})
             recurrent = [
                 x for x in states.layers[found.layer].recurrent_states.values() if x is not None
             ]
