@@ -3,20 +3,22 @@ are decoded.
 
 Integer codes are written as in KIVI (kernels/quantise.py): keys share a range per channel over a
 block of tokens, values over neighbouring channels of a token. Other codes are floats of 8 bits,
-with a scale for each token's key and value, or numbers of levels, with a norm for each
-(kernels/levels.py). Compiled backends decode in registers, so that only codes are read from memory;
-levels are decoded in plain torch. Products and sums run in fp32."""
+with a scale for each token's key and value, floats of 4 bits (kernels/nvfp4.py), or numbers of
+levels, with a norm for each (kernels/levels.py). Compiled backends decode in registers, so that
+only codes are read from memory; on a GPU, levels, floats of 4 bits and keys with channels in full
+precision are decoded in plain torch. Products and sums run in fp32."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from kernels import ops
 from kernels.levels import CodedLevels
+from kernels.nvfp4 import CodedFloats4
 from kernels.per_sequence import PerSequence
 from kernels.quantise import dequantise, from_float8
 from kernels.ragged import Ragged, by_sequence
@@ -24,24 +26,32 @@ from kernels.reference import Segment, gather_rows, segment_attention_with_lse
 
 
 class Coded(NamedTuple):
-    """Hold keys and values that are quantised to integers of `bits`, in whole blocks of `block`
-    tokens.
+    """Hold keys that are quantised to integers of `bits` and values that are quantised to integers
+    of `value_bits`, in whole blocks of `block` tokens.
 
     A number is least + code * step. A range tensor holds, for each group of numbers quantised
-    together, its least number, then for each its step. Sequences of different lengths have a
-    `Ragged`, which holds a tensor per sequence, instead of each tensor."""
+    together, its least number, then for each its step. Some channels of keys may be kept in full:
+    their numbers replace the decoded ones. Sequences of different lengths have a `Ragged`, which
+    holds a tensor per sequence, instead of each tensor."""
 
     k: Tensor  # [B G S D*bits/8] uint8
-    v: Tensor  # [B G S D*bits/8] uint8
+    v: Tensor  # [B G S D*value_bits/8] uint8
     k_range: Tensor  # [B G S/block 2*D] fp16
     v_range: Tensor  # [B G S 2*c] fp16, for c groups of neighbouring channels
     bits: int
     block: int
+    kept: Tensor | None = None  # [B G S n]: n channels of each key as they were
+    which: Tensor | None = None  # [B G S/block n] uint8: the channels of a block that are kept
 
     @property
     def dim(self) -> int:
         """Return the number of channels of a head."""
-        return self.k_range.shape[3] // 2
+        return self.k_range.shape[-1] // 2
+
+    @property
+    def value_bits(self) -> int:
+        """Return the bits of an integer of a value."""
+        return self.v.shape[-1] * 8 // self.dim
 
     @property
     def all_four(self) -> tuple[Tensor, ...]:
@@ -50,17 +60,28 @@ class Coded(NamedTuple):
         return self[:4]
 
     @property
-    def kind(self) -> tuple[int, int, int]:
-        """Return the three numbers by which kernels tell formats apart: into how many groups a
-        value's channels are split, the bits of an integer, and how many tokens share a range of
-        keys."""
-        return self.v_range.shape[3] // 2, self.bits, self.block
+    def kind(self) -> tuple[int, int, int, int]:
+        """Return the four numbers by which kernels tell formats apart: into how many groups a
+        value's channels are split, the bits of a key's and of a value's integer, and how many
+        tokens share a range of keys."""
+        return self.v_range.shape[3] // 2, self.bits, self.value_bits, self.block
 
     def tokens(self, first: int | PerSequence, end: int | PerSequence) -> Coded:
         """Return the tokens from `first` to `end`; both must be multiples of `block`."""
-        k, v, v_range = (_between(x, first, end) for x in (self.k, self.v, self.v_range))
-        k_range = _between(self.k_range, first // self.block, end // self.block)
-        return self._replace(k=k, v=v, k_range=k_range, v_range=v_range)
+        return _of_both(
+            self,
+            lambda x: _between(x, first, end),
+            lambda x: _between(x, first // self.block, end // self.block),
+        )
+
+    def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the keys and values as numbers of `dtype`, [... D] each. Leading dimensions
+        broadcast: the range of a key must stand at the token's place, or at one that serves it."""
+        (k_least, k_step), (v_least, v_step) = self.k_range.chunk(2, -1), self.v_range.chunk(2, -1)
+        k = dequantise(self.k, k_least, k_step, self.bits, dtype)
+        if self.kept is not None and self.which is not None:
+            k.scatter_(-1, self.which.long().expand(self.kept.shape), self.kept.to(dtype))
+        return k, dequantise(self.v, v_least, v_step, self.value_bits, dtype)
 
 
 class CodedFloats(NamedTuple):
@@ -71,6 +92,11 @@ class CodedFloats(NamedTuple):
     k: Tensor  # [B G S D] uint8
     v: Tensor  # [B G S D] uint8
     scales: Tensor  # [B G S 2] fp16, of the key and of the value
+
+    @property
+    def block(self) -> int:
+        """Return how many tokens share a scale: one."""
+        return 1
 
     @property
     def dim(self) -> int:
@@ -84,9 +110,9 @@ class CodedFloats(NamedTuple):
         return (*self, self.scales)
 
     @property
-    def kind(self) -> tuple[int, int, int]:
-        """Return the three numbers of `Coded.kind`; 0 bits mark floats for the kernels."""
-        return 1, 0, 1
+    def kind(self) -> tuple[int, int, int, int]:
+        """Return the four numbers of `Coded.kind`; 0 bits mark floats for the kernels."""
+        return 1, 0, 0, 1
 
     def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the keys and values as numbers of `dtype`, [B G S D] each."""
@@ -94,8 +120,9 @@ class CodedFloats(NamedTuple):
         return from_float8(self.k, of_key, dtype), from_float8(self.v, of_value, dtype)
 
 
-Codes = Coded | CodedFloats | CodedLevels
-LEVELS_AT_ONCE = 1 << 13  # tokens whose levels are decoded together for attention
+Codes = Coded | CodedFloats | CodedFloats4 | CodedLevels
+OF_BLOCKS = ("k_range", "which", "of_tensor")  # tensors that have a row per block of tokens
+DECODED_AT_ONCE = 1 << 13  # tokens that no kernel may read, decoded together for attention
 
 
 def _between(x: Tensor, first: int | PerSequence, end: int | PerSequence) -> Tensor:
@@ -138,24 +165,43 @@ def _attended(q: Tensor, coded: Codes, scale: float) -> tuple[Tensor, Tensor]:
 
 
 def _pieces(coded: Codes) -> list[Codes]:
-    """Cut codes of levels into pieces that are decoded one after the other, on a GPU too, where
-    numbers in fp32 for a whole long prompt would take more memory than its codes save."""
-    if not isinstance(coded, CodedLevels):
-        return [coded]
-    sides = zip(*(x.split(LEVELS_AT_ONCE, 2) for x in (coded.k, coded.v, coded.norms)), strict=True)
-    return [coded._replace(k=k, v=v, norms=norms) for k, v, norms in sides]
+    """Cut codes into pieces that are decoded one after the other, on a GPU too, where numbers for a
+    whole long prompt would take more memory than its codes save."""
+    each = max(1, DECODED_AT_ONCE // coded.block)
+    count = max(1, -(-coded.k.shape[2] // (each * coded.block)))
+
+    def part(i: int) -> Codes:
+        return _of_both(
+            coded,
+            lambda x: x[:, :, i * each * coded.block : (i + 1) * each * coded.block],
+            lambda x: x[:, :, i * each : (i + 1) * each],
+        )
+
+    return [part(i) for i in range(count)]
+
+
+C = TypeVar("C", bound=Codes)
+
+
+def _of_both(
+    coded: C, of_tokens: Callable[[Tensor], Tensor], of_blocks: Callable[[Tensor], Tensor]
+) -> C:
+    """Return `coded` with what `of_tokens` makes of its tensors that have a row per token, and
+    `of_blocks` of those that have a row per block of tokens."""
+    made: dict[str, Any] = {
+        name: (of_blocks if name in OF_BLOCKS else of_tokens)(cast(Tensor, x))
+        for name, x in coded._asdict().items()
+        if isinstance(x, Tensor | Ragged)
+    }
+    return cast(C, coded._replace(**made))
 
 
 def _decoded(coded: Codes, dtype: torch.dtype) -> Segment:
     """Return the keys and values of all tokens in `coded` as numbers of `dtype`."""
-    if not isinstance(coded, Coded):
-        return Segment(*coded.decoded(dtype))
-    k_least, k_step = coded.k_range.unsqueeze(3).chunk(2, -1)
-    k = dequantise(
-        coded.k.unflatten(2, (-1, coded.block)), k_least, k_step, coded.bits, dtype
-    ).flatten(2, 3)
-    v_least, v_step = coded.v_range.chunk(2, -1)
-    return Segment(k, dequantise(coded.v, v_least, v_step, coded.bits, dtype))
+    by_block = _of_both(
+        coded, lambda x: x.unflatten(2, (-1, coded.block)), lambda x: x.unsqueeze(3)
+    )
+    return Segment(*(x.flatten(2, 3) for x in by_block.decoded(dtype)))
 
 
 @by_sequence
@@ -173,20 +219,14 @@ def decode_rows(
     exact values [B G K D], and a number n on the device ([1] or [B] int64); from token number n on,
     the exact values replace the decoded ones. There are two indices because moved rows have an
     order of their own, while `k_range` stays where it is. Floats and levels do not use `blocks`."""
-    if not isinstance(coded, Coded):
-        k, v = (coded if rows is None else _picked(coded, rows)).decoded(dtype)
-    elif blocks is None:
+    if blocks is None and rows is None:
         k, v = _decoded(coded, dtype)[:2]
     else:
-        k, v, v_range = (
-            x if rows is None else gather_rows(x, rows) for x in (coded.k, coded.v, coded.v_range)
-        )
-        (k_least, k_step), (v_least, v_step) = (
-            gather_rows(coded.k_range, blocks).chunk(2, -1),
-            v_range.chunk(2, -1),
-        )
-        k = dequantise(k, k_least, k_step, coded.bits, dtype)
-        v = dequantise(v, v_least, v_step, coded.bits, dtype)
+        k, v = _of_both(
+            coded,
+            lambda x: x if rows is None else gather_rows(x, rows),
+            lambda x: x if blocks is None else gather_rows(x, blocks),
+        ).decoded(dtype)
     return k, v if recent is None else with_recent(v, *recent)
 
 
@@ -204,9 +244,3 @@ def with_recent(v: Tensor, exact: Tensor, unused: Tensor) -> Tensor:
     """Return values [B G K D] in which all but the first `unused` ([1] or [B]) are `exact`."""
     tokens = torch.arange(v.shape[2], device=v.device).view(-1, 1)
     return torch.where(tokens < unused.view(-1, 1, 1, 1), v, exact)
-
-
-def _picked(coded: CodedFloats | CodedLevels, rows: Tensor) -> CodedFloats | CodedLevels:
-    """Return the codes of the tokens `rows` [B G K]."""
-    tensors = {name: x for name, x in coded._asdict().items() if isinstance(x, Tensor)}
-    return coded._replace(**{name: gather_rows(x, rows) for name, x in tensors.items()})

@@ -42,6 +42,11 @@ class CodedLevels(NamedTuple):
     seed: int | None  # of the matrix behind the signs; None: there is no residual bit
 
     @property
+    def block(self) -> int:
+        """Return how many tokens share a norm: one."""
+        return 1
+
+    @property
     def all_four(self) -> tuple[Tensor, ...]:
         """Return four tensors, as `Coded.all_four` does: codes of keys, codes of values, then twice
         the norms, in the places of the ranges of keys and of values."""

@@ -31,20 +31,23 @@ def quantise(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def encode_codes(
-    k: Tensor, v: Tensor, bits: int, group: int
+    k: Tensor, v: Tensor, bits: int, value_bits: int, group: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Quantise keys and values [B G S D] of whole blocks of `group` tokens to integers of `bits`:
-    each channel of the keys by blocks, and the values by `group` neighbouring channels (by all, if
-    there are fewer). -> packed codes of keys [B G S D*bits/8], their ranges [B G S/group 2*D]
-    (least numbers, then steps), codes of values, their ranges [B G S 2*c], and for each block of a
-    head whether numbers in it cannot be encoded (`refuse`), [B G S/group] int8"""
+    """Quantise keys and values [B G S D] of whole blocks of `group` tokens to integers of `bits`
+    and of `value_bits`: each channel of the keys by blocks, and the values by `group` neighbouring
+    channels (by all, if there are fewer). -> packed codes of keys [B G S D*bits/8], their ranges
+    [B G S/group 2*D] (least numbers, then steps), codes of values [B G S D*value_bits/8], their
+    ranges [B G S 2*c], and for each block of a head whether numbers in it cannot be encoded
+    (`refuse`), [B G S/group] int8"""
     # [B G n D group]
     k_codes, k_least, k_step, k_bad = quantise(k.unflatten(2, (-1, group)).mT, bits)
-    v_codes, v_least, v_step, v_bad = quantise(v.unflatten(3, (-1, min(group, v.shape[3]))), bits)
+    v_codes, v_least, v_step, v_bad = quantise(
+        v.unflatten(3, (-1, min(group, v.shape[3]))), value_bits
+    )
     bad = k_bad.any(-1) | v_bad.any(-1).unflatten(2, (-1, group)).any(-1)
-    packed = (pack(codes, bits) for codes in (k_codes.mT.flatten(2, 3), v_codes.flatten(3)))
-    ranges = torch.cat([k_least, k_step], -1), torch.cat([v_least, v_step], -1)
-    return next(packed), ranges[0], next(packed), ranges[1], bad.to(torch.int8)
+    k_packed, v_packed = pack(k_codes.mT.flatten(2, 3), bits), pack(v_codes.flatten(3), value_bits)
+    k_range, v_range = torch.cat([k_least, k_step], -1), torch.cat([v_least, v_step], -1)
+    return k_packed, k_range, v_packed, v_range, bad.to(torch.int8)
 
 
 def refuse(*bad: Tensor) -> None:

@@ -376,7 +376,9 @@ def _rows(x: Inputs) -> Iterator[OpCase]:
     )
     k, v = (side[:, :, : x.tokens // GROUP * GROUP] for side in x.kv)
     bits = BITS[1]
-    yield _case("encode_codes", f"int{bits}, {x.tokens}", k=k, v=v, bits=bits, group=GROUP)
+    yield _case(
+        "encode_codes", f"int{bits}, {x.tokens}", k=k, v=v, bits=bits, value_bits=bits, group=GROUP
+    )
     coded = x.coded(bits)
     at = rows % coded.k.shape[2]
     blocks = at // coded.block

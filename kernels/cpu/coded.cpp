@@ -20,6 +20,8 @@ template <class Element> struct Reader {
 };
 
 template <class Element, class KeyFormat, class Format> struct ReaderOf : Reader<Element> {
+    static constexpr bool FOUR = std::is_same_v<Format, Floats4>;
+    static constexpr float NONE[MOST_RANGES] = {};
     const Codes& in;
     const Places at;
     const typename KeyFormat::Table key_numbers;
@@ -30,7 +32,20 @@ template <class Element, class KeyFormat, class Format> struct ReaderOf : Reader
 
     ReaderOf(const Codes& in, int64_t sequence, int64_t group)
         : in(in), at(in, sequence, group), key_numbers(in.key_levels), numbers(in.levels) {
-        for (int64_t c = 0; c < in.dim; c += LANES) range[c / LANES] = Format::RANGED ? c * in.ranges / in.dim : 0;
+        for (int64_t c = 0; c < in.dim; c += LANES) range[c / LANES] = Format::RANGED || FOUR ? c * in.ranges / in.dim : 0;
+    }
+
+    // Writes the scale of each sixteen channels of a row's key, then those of its value.
+    void read_scales(int64_t row, int64_t of_block, float* to) const {
+        alignas(LINE) uint8_t codes[2 * MOST_RANGES] = {};
+        alignas(LINE) float numbers[2 * MOST_RANGES];
+        std::memcpy(codes, at.v_range[row], 2 * in.ranges);
+        for (int c = 0; c < 2 * MOST_RANGES; c += LANES) store(numbers + c, Floats::Table(nullptr)(codes + c));
+        const float* of_tensor = (const float*)at.k_range[of_block];
+        for (int r = 0; r < in.ranges; r++) {
+            to[r] = numbers[r] * of_tensor[0];
+            to[in.ranges + r] = numbers[in.ranges + r] * of_tensor[1];
+        }
     }
 
     void read(const Chosen& chosen, int64_t width, Element* k, Element* v, Element* signs) override {
@@ -39,15 +54,24 @@ template <class Element, class KeyFormat, class Format> struct ReaderOf : Reader
             const int64_t row = chosen.rows ? chosen.rows[chosen.first + i] : chosen.first + i;
             const char *of_key = at.k[row], *of_value = at.v[row];
             if (!chosen.rows) {
-                fetch(of_key + TOKENS * at.k.row, Format::bytes(dim));
+                fetch(of_key + TOKENS * at.k.row, Format::RANGED ? KeyFormat::bytes(dim) : Format::bytes(dim));
                 fetch(of_value + TOKENS * at.v.row, Format::bytes(dim));
             }
             alignas(LINE) float scales[2 * MOST_RANGES + LANES];
+            auto block_of = [&] { return chosen.blocks ? chosen.blocks[chosen.first + i] : row / in.block; };
+            if constexpr (FOUR) {
+                read_scales(row, block_of(), scales);
+                decode_row<KeyFormat>(of_key, dim, key_numbers, OfRanges{NONE, scales, range}, k);
+                decode_row<Format>(of_value, dim, numbers, OfRanges{NONE, scales + in.ranges, range}, v);
+                continue;
+            }
             widen_halves(at.v_range[row], Format::RANGED ? 2 * in.ranges : in.ranges, scales);
             if constexpr (Format::RANGED) {
-                int64_t of_block = chosen.blocks ? chosen.blocks[chosen.first + i] : row / in.block;
+                const int64_t of_block = block_of();
                 if (of_block != block) widen_halves(at.k_range[block = of_block], 2 * dim, k_range);
                 decode_row<KeyFormat>(of_key, dim, key_numbers, OfChannels{k_range, k_range + dim}, k);
+                const uint8_t* which = in.channels ? (const uint8_t*)at.which[of_block] : nullptr;
+                for (int64_t j = 0; j < in.channels; j++) k[which[j]] = ((const Element*)at.kept[row])[j];
                 OfRanges of_ranges{scales, scales + in.ranges, range};
                 decode_row<Format>(of_value, dim, numbers, of_ranges, v);
             } else {
@@ -63,16 +87,20 @@ template <class Element, class KeyFormat, class Format> struct ReaderOf : Reader
     }
 };
 
+template <class Make> auto of_integers(int64_t bits, Make make) {
+    return bits == 2 ? make(Integers<2>{}) : bits == 4 ? make(Integers<4>{}) : make(Integers<8>{});
+}
+
 // Returns make(format of keys, format of values).
 template <class Make> auto of_formats(const Codes& in, Make make) {
     const bool signs = in.ranges == 3;  // the third scale is that of the signs
-    switch (in.kind == LEVELS ? 10 + in.bits : in.kind == FLOATS ? 1 : in.bits) {
-        case 1: return make(Floats{}, Floats{});
-        case 2: return make(Integers<2>{}, Integers<2>{});
-        case 4: return make(Integers<4>{}, Integers<4>{});
-        case 8: return make(Integers<8>{}, Integers<8>{});
-        case 12: return signs ? make(Levels<1>{}, Levels<2>{}) : make(Levels<2>{}, Levels<2>{});
-        case 13: return signs ? make(Levels<2>{}, Levels<3>{}) : make(Levels<3>{}, Levels<3>{});
+    if (in.kind == INTEGERS)
+        return of_integers(in.key_bits, [&](auto key) { return of_integers(in.bits, [&](auto value) { return make(key, value); }); });
+    if (in.kind == FLOATS) return make(Floats{}, Floats{});
+    if (in.kind == FLOATS4) return make(Floats4{}, Floats4{});
+    switch (in.bits) {
+        case 2: return signs ? make(Levels<1>{}, Levels<2>{}) : make(Levels<2>{}, Levels<2>{});
+        case 3: return signs ? make(Levels<2>{}, Levels<3>{}) : make(Levels<3>{}, Levels<3>{});
         default: return signs ? make(Levels<3>{}, Levels<4>{}) : make(Levels<4>{}, Levels<4>{});
     }
 }
@@ -125,8 +153,9 @@ template <class T> void run(const CodedAttention& in) {
     using Element = typename T::Element;
     auto tokens_of = [&](int64_t b) { return in.counts ? std::min(in.counts[b], in.count) : in.count; };
     auto part = [&](int64_t b, int64_t group, int64_t first, int64_t count, State* state) {
+        const bool plain = in.codes.kind == FLOATS4 || in.codes.channels;
         // one head saves less on tiles than it takes to make bf16 numbers of 8 bits
-        if (uses_tiles<T>() && (in.heads > 1 || in.codes.bits < 8)) {
+        if (uses_tiles<T>() && !plain && (in.heads > 1 || in.codes.bits < 8)) {
             auto reader = block_reader_of(in.codes, b, group);
             for (int64_t h = 0; h < in.heads; h += TILE_HEADS) {
                 const int heads = std::min<int64_t>(TILE_HEADS, in.heads - h);

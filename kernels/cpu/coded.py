@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kernels import nvfp4
 from kernels.coded import (
     Coded,
     CodedFloats,
@@ -32,6 +33,7 @@ from kernels.cpu.ffi.bindings import (
 from kernels.cpu.ffi.library import load
 from kernels.cpu.widths import MOST_LINES, WIDTHS, width_of
 from kernels.levels import CodedLevels, level_table, normal_matrix
+from kernels.nvfp4 import CodedFloats4
 from kernels.ragged import Ragged, counts_of, first_of, table_of
 from kernels.reference import Segment
 
@@ -40,22 +42,31 @@ CODES = FieldGroup(
     {
         "k": anything(strides="batch group token"),  # uint8 [B G S bytes]
         "v": anything(strides="batch group token"),
-        # fp16: of integers a range for each channel of a block, else the scales of each token
+        # fp16: of integers a range for each channel of a block, else the scales of each token; of
+        # floats of 4 bits the scales of a block in fp32, and those of a token in 8 bits
         "k_range": anything(strides="batch group block"),
         "v_range": anything(strides="batch group token"),
+        # channels of keys that are kept in full, and which they are in a block
+        "kept": elements(strides="batch group token", optional=True),
+        "which": anything(strides="batch group block", optional=True),
         # [B 3] of `Ragged`, instead of the address and the strides above
         "k_table": int64s(optional=True),
         "v_table": int64s(optional=True),
         "k_range_table": int64s(optional=True),
         "v_range_table": int64s(optional=True),
+        "kept_table": int64s(optional=True),
+        "which_table": int64s(optional=True),
         "levels": floats(optional=True),  # what the codes of values stand for; None: themselves
         "key_levels": floats(optional=True),
         "residual": real(),  # times the third scale of a row: the size of what a sign stands for
-        "kind": integer(0),  # 0: integers, 1: floats, 2: levels
-        "bits": integer(),
+        "kind": integer(0),  # 0: integers, 1: floats, 2: levels, 3: floats of 4 bits
+        "key_bits": integer(),
+        "bits": integer(),  # of a value's code
         "block": integer(),  # tokens that share a range of keys
-        "ranges": integer(),  # of a value; of other formats, the scales of a row
+        # of a value, or scales of a key and of a value each; of other formats, the scales of a row
+        "ranges": integer(),
         "dim": integer(),
+        "channels": integer(0),  # of a key that are kept in full
     },
 )
 
@@ -128,7 +139,7 @@ def coded_attention_refuses(
         return f"takes float32 and bfloat16 on the CPU, got {q.dtype} on {q.device}"
     if q.shape[3] > MOST_LINES * WIDTHS[q.dtype]:
         return f"is not built for heads of {q.shape[3]} x {q.dtype}"
-    reasons = (_unfit(coded) for coded in segments if not isinstance(coded, Segment))
+    reasons = (_unfit(coded, q.dtype) for coded in segments if not isinstance(coded, Segment))
     return next((reason for reason in reasons if reason), None)
 
 
@@ -167,38 +178,47 @@ def decode_rows_refuses(
         return f"makes float32 and bfloat16 on the CPU, got {dtype} on {coded.k.device}"
     if isinstance(coded, CodedLevels) and coded.seed is not None:
         return "does not turn signs back into numbers"
-    return _unfit(coded)
+    return _unfit(coded, dtype)
 
 
 def _described(coded: Codes) -> dict[str, Any]:
     """Return the arguments of a call that describe `coded`: the fields of the struct `CODES`."""
     levels: tuple[Tensor | None, ...] = None, None
+    tensors: list[Tensor | None] = [*coded.all_four, None, None]
     if isinstance(coded, Coded):
-        kind, (ranges, bits, block) = 0, coded.kind
+        kind, (ranges, key_bits, bits, _) = 0, coded.kind
+        tensors[4:] = coded.kept, coded.which
     elif isinstance(coded, CodedFloats):
-        kind, ranges, bits, block = 1, 2, 8, 1
+        kind, ranges, key_bits, bits = 1, 2, 8, 8
+    elif isinstance(coded, CodedFloats4):
+        kind, ranges, key_bits, bits = 3, coded.dim // nvfp4.CHANNELS, 4, 4
+        levels = (nvfp4.level_table(torch.device("cpu")),) * 2
     else:
-        kind, ranges, bits, block = 2, coded.norms.shape[3], coded.bits, 1
-        of_each = bits, bits - (coded.seed is not None)  # values, keys
-        levels = tuple(level_table(coded.dim, x, torch.device("cpu")) for x in of_each)
+        kind, ranges, bits = 2, coded.norms.shape[3], coded.bits
+        key_bits = bits - (coded.seed is not None)
+        levels = tuple(level_table(coded.dim, x, torch.device("cpu")) for x in (bits, key_bits))
     described: dict[str, Any] = {
         "codes_levels": levels[0],
         "codes_key_levels": levels[1],
         "codes_residual": sqrt(pi / 2) / coded.dim,
         "codes_kind": kind,
+        "codes_key_bits": key_bits,
         "codes_bits": bits,
-        "codes_block": block,
+        "codes_block": coded.block,
         "codes_ranges": ranges,
         "codes_dim": coded.dim,
+        "codes_channels": 0 if tensors[4] is None else tensors[4].shape[3],
     }
-    for name, x in zip(("k", "v", "k_range", "v_range"), coded.all_four, strict=True):
-        described[f"codes_{name}"] = first_of(x)
-        described[f"codes_{name}_table"] = table_of(x)
+    names = "k", "v", "k_range", "v_range", "kept", "which"
+    for name, x in zip(names, tensors, strict=True):
+        described[f"codes_{name}"] = None if x is None else first_of(x)
+        described[f"codes_{name}_table"] = None if x is None else table_of(x)
     return described
 
 
-def _unfit(coded: Codes) -> str | None:
-    """Return why the codes of a row cannot be read sixteen at a time, or None."""
+def _unfit(coded: Codes, dtype: torch.dtype) -> str | None:
+    """Return why the codes of a row cannot be read sixteen at a time, for numbers of `dtype`, or
+    None."""
     dim, ranges = coded.dim, coded.kind[0] if isinstance(coded, Coded) else 1
     if dim > _MOST_CHANNELS or ranges > _MOST_RANGES:
         return f"takes {_MOST_CHANNELS} channels in {_MOST_RANGES} ranges, got {dim} in {ranges}"
@@ -207,4 +227,6 @@ def _unfit(coded: Codes) -> str | None:
     tensors = (first_of(x) for x in coded if isinstance(x, Tensor | Ragged))
     if any(x.stride(3) != 1 for x in tensors):
         return "needs the codes of a row side by side"
+    if isinstance(coded, Coded) and coded.kept is not None and coded.kept.dtype != dtype:
+        return f"takes kept channels of {dtype}, got {coded.kept.dtype}"
     return None

@@ -12,14 +12,16 @@ constexpr int TILE_HEADS = 16;  // heads of a tile
 // Says where the rows of one head stand. Where rows have scales of their own, these stand in `v_range`.
 struct Places {
     const Codes& codes;
-    const HeadRows k, v, k_range, v_range;
+    const HeadRows k, v, k_range, v_range, kept, which;
 
     Places(const Codes& in, int64_t sequence, int64_t group)
         : codes(in),
           k(in.k, in.k_batch, in.k_group, in.k_token, in.k_table, sequence, group),
           v(in.v, in.v_batch, in.v_group, in.v_token, in.v_table, sequence, group),
           k_range(in.k_range, in.k_range_batch, in.k_range_group, in.k_range_block, in.k_range_table, sequence, group),
-          v_range(in.v_range, in.v_range_batch, in.v_range_group, in.v_range_token, in.v_range_table, sequence, group) {}
+          v_range(in.v_range, in.v_range_batch, in.v_range_group, in.v_range_token, in.v_range_table, sequence, group),
+          kept(in.kept, in.kept_batch, in.kept_group, in.kept_token, in.kept_table, sequence, group),
+          which(in.which, in.which_batch, in.which_group, in.which_block, in.which_table, sequence, group) {}
 };
 
 // Prefetches a row. What lies behind the last one is not read.
@@ -171,7 +173,8 @@ struct TileAttention {
     const bool ranged = in.codes.kind == INTEGERS;
     const int heads, dim = in.codes.dim, width = in.width, words = width / 2;
     const int ranges = ranged ? in.codes.ranges : 1, acc_width = width + (ranged ? ranges * LANES : 0);
-    const float middle = ranged ? ((1 << in.codes.bits) - 1) * 0.5f : 0;
+    const float key_middle = ranged ? ((1 << in.codes.key_bits) - 1) * 0.5f : 0;
+    const float middle = ranged ? ((1 << in.codes.bits) - 1) * 0.5f : 0;  // of values
     Buffer<float> q;                     // [TILE_HEADS][width]
     Buffer<uint32_t> query, sign_query;  // two channels in each word [words][TILE_HEADS]
     Buffer<uint32_t> k, signs, v;        // as their reader writes them, with rows to spare after keys
@@ -282,7 +285,7 @@ struct TileAttention {
         for (int h = 0; h < heads; h++) {
             f32 center = {};
             for (int c = 0; c < dim; c += LANES)
-                center += load<f32>(&q[h * width + c]) * (load<f32>(range + c) + load<f32>(range + dim + c) * middle);
+                center += load<f32>(&q[h * width + c]) * (load<f32>(range + c) + load<f32>(range + dim + c) * key_middle);
             centers[h] = sum(center);
         }
     }

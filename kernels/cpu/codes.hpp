@@ -1,4 +1,4 @@
-// Turns rows of codes back into numbers: integers of 2, 4 or 8 bits, floats of 8 bits, and numbers of levels.
+// Turns rows of codes back into numbers: integers of 2, 4 or 8 bits, floats of 8 and 4 bits, and numbers of levels.
 //
 // A row is first spread to one byte for each code, as bytes are shifted fastest, and then sixteen bytes at a time become
 // floats and take their scale. Both happen in memory that stays in L1.
@@ -6,7 +6,7 @@
 #include "tiles.hpp"
 
 constexpr int MOST_DIM = 256, MOST_RANGES = 16;
-enum Kind : int64_t { INTEGERS, FLOATS, LEVELS };
+enum Kind : int64_t { INTEGERS, FLOATS, LEVELS, FLOATS4 };
 
 typedef uint8_t u8s __attribute__((vector_size(64)));
 typedef uint8_t sixteen_bytes __attribute__((vector_size(16)));
@@ -160,6 +160,8 @@ template <int BITS> struct Levels {
         }
     };
 };
+
+struct Floats4 : Levels<4> {};  // levels whose scales are those of sixteen channels and of a block of tokens
 
 // Scale the sixteen numbers from channel c on. Each is what differs between formats: a range of each channel, a range of
 // neighbouring channels, or one scale for all.

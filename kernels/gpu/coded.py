@@ -40,7 +40,6 @@ from kernels.gpu.common import (
     unfit_sharing,
 )
 from kernels.gpu.decode import merged, read_parts, segment_attention_refuses
-from kernels.levels import CodedLevels
 from kernels.ragged import first_of
 from kernels.reference import Segment
 
@@ -210,17 +209,19 @@ def _located(coded: Steps) -> list[Rows]:
 
 
 def _unfit(coded: Codes) -> str | None:
-    if isinstance(coded, CodedLevels):
-        return "reads integers and floats, got codes of levels"
+    if not isinstance(coded, Steps):
+        return "reads integers and floats of 8 bits, got levels or floats of 4 bits"
+    if isinstance(coded, Coded) and coded.kept is not None:
+        return "reads no channels that are kept beside codes"
     tensors = [first_of(x) for x in coded.all_four]
     if any(x.stride(3) != 1 for x in tensors):
         return "needs the codes of a row side by side"
-    (batch, groups, count, _), (ranges, bits, _), dim = coded.k.shape, coded.kind, coded.dim
-    width, k_range = _row_bytes(dim, bits), 2 * dim if bits else 2
+    (batch, groups, count, _), (ranges, *bits, _), dim = coded.k.shape, coded.kind, coded.dim
+    k_range = 2 * dim if bits[0] else 2
     of_rows = zip(
         coded.all_four,
         (count, count, None, count),
-        (width, width, k_range, 2 * ranges),
+        (*(_row_bytes(dim, of_each) for of_each in bits), k_range, 2 * ranges),
         strict=True,
     )
     sides = (unfit_shape(x, batch, groups, *sizes) for x, *sizes in of_rows)
@@ -230,7 +231,7 @@ def _unfit(coded: Codes) -> str | None:
 def _unfit_blocks(coded: Steps) -> str | None:
     """Return why the kernel cannot attend to these codes, or None: there must be a range for each
     block of keys."""
-    blocks, block = coded.all_four[2].shape[2], coded.kind[2]
+    blocks, block = coded.all_four[2].shape[2], coded.block
     if coded.k.shape[2] > blocks * block:
         return f"takes a range for each {block} keys, got {blocks} for {coded.k.shape[2]}"
     return None
@@ -366,8 +367,8 @@ def _plane(
 @triton.jit(do_not_specialize=["count", "most", "first", "parts"])
 def _attend_codes(
     q, k, v, k_range, v_range, counts, outs, lses, scale, count, most, first, parts, HEADS: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, RANGES: tl.constexpr, BITS: tl.constexpr, SHARED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, RANGES: tl.constexpr, BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Attend from the GROUP query heads of one KV head to one piece of its coded tokens, and write
     the output and the log-sum-exp of the piece. SHARED tokens share a range of keys. Queries of 16
@@ -384,6 +385,8 @@ def _attend_codes(
         q.dtype.element_ty if BITS == 0 or q.dtype.element_ty == tl.float32 else tl.float16
     )
     head, byte = tl.arange(0, padded(GROUP)), tl.arange(0, WIDE)[None, :]
+    V_WIDTH: tl.constexpr = _row_bytes(DIM, VALUE_BITS)
+    v_byte = tl.arange(0, padded(V_WIDTH))[None, :]
     asked = q + this * GROUP * DIM
     queries = (
         _plane(asked, head, byte, 0, GROUP, DIM, WIDTH).to(dtype),
@@ -398,7 +401,7 @@ def _attend_codes(
     every = tl.full([BLOCK, 1], 1, tl.int1)  # rows are read again where there are no more
     top = tl.full([head.shape[0]], float("-inf"), tl.float32)
     totals = tl.zeros([head.shape[0], BLOCK], tl.float32)
-    mixed = tl.zeros([head.shape[0], WIDE * PLANES], tl.float32)
+    mixed = tl.zeros([head.shape[0], padded(V_WIDTH) * (DIM // V_WIDTH)], tl.float32)
     count = number_of(counts, batch, count)
     length = tl.maximum(tl.cdiv(tl.cdiv(count, BLOCK), most), 1) * BLOCK
     end = tl.minimum((piece + 1) * length, count)
@@ -425,15 +428,15 @@ def _attend_codes(
         if BITS == 0:
             value = _floats(values + at * value_step, of_token + 1, byte, every & (byte < DIM))
         else:
-            packed = load(values + at * value_step + byte, byte < WIDTH)
-            value = _values(packed, of_token, every, DIM, RANGES, BITS, dtype)
+            packed = load(values + at * value_step + v_byte, v_byte < V_WIDTH)
+            value = _values(packed, of_token, every, DIM, RANGES, VALUE_BITS, dtype)
         mixed = mixed * shrink[:, None] + product(weights.to(dtype), value.to(dtype))
         totals = totals * shrink[:, None] + weights
         top = highest
     total = tl.sum(totals, 1)
     to = (this * GROUP + head) * parts + first + piece
     tl.store(lses + to, (top + tl.log2(total) - 12) * 0.6931471805599453, mask=head < GROUP)
-    channel, there = _channels(DIM, BITS)
+    channel, there = _channels(DIM, VALUE_BITS)
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(outs + to[:, None] * DIM + channel, mixed, mask=(head < GROUP)[:, None] & there)
 
@@ -441,7 +444,8 @@ def _attend_codes(
 @triton.jit(do_not_specialize=["count"])
 def _decode_rows(
     k, v, k_range, v_range, counts, rows, blocks, exact, unused, k_out, v_out, count, HEADS: tl.constexpr,
-    DIM: tl.constexpr, RANGES: tl.constexpr, BITS: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, RANGES: tl.constexpr, BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
+    SHARED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Decode the keys and values of some tokens of one KV head into `k_out` and `v_out`. `counts`:
     how many of them each sequence has; None: `count`. Where `exact` is given, its values stand
@@ -464,20 +468,23 @@ def _decode_rows(
     of_tokens, token_step = head_rows(v_range, batch, group)
     of_token = of_tokens + row * token_step
     channel, there = _channels(DIM, BITS)
+    v_channel, v_there = _channels(DIM, VALUE_BITS)
     if BITS == 0:
         key = _floats(keys + row * key_step, of_token, byte, listed & there)
         value = _floats(values + row * value_step, of_token + 1, byte, listed & there)
     else:
         codes = load(keys + row * key_step + byte, listed & (byte < WIDTH))
-        packed = load(values + row * value_step + byte, listed & (byte < WIDTH))
+        V_WIDTH: tl.constexpr = _row_bytes(DIM, VALUE_BITS)
+        v_byte = tl.arange(0, padded(V_WIDTH))[None, :]
+        packed = load(values + row * value_step + v_byte, listed & (v_byte < V_WIDTH))
         at = of_blocks + block * block_step + channel
         least = load(at, listed & there)
         step = load(at + DIM, listed & there)
         key = _in_range(_planes(codes, BITS), least, step, tl.float32)
-        value = _values(packed, of_token, listed, DIM, RANGES, BITS, tl.float32)
-    to = (this * count + place) * DIM + channel
+        value = _values(packed, of_token, listed, DIM, RANGES, VALUE_BITS, tl.float32)
+    to = (this * count + place) * DIM
     if exact is not None:
         known = listed & (place >= number_of(unused, batch, 0))
-        value = tl.where(known, load_wide(exact + to, known & there), value)
-    tl.store(k_out + to, key.to(k_out.dtype.element_ty), mask=listed & there)
-    tl.store(v_out + to, value.to(v_out.dtype.element_ty), mask=listed & there)
+        value = tl.where(known, load_wide(exact + to + v_channel, known & v_there), value)
+    tl.store(k_out + to + channel, key.to(k_out.dtype.element_ty), mask=listed & there)
+    tl.store(v_out + to + v_channel, value.to(v_out.dtype.element_ty), mask=listed & v_there)

@@ -19,14 +19,15 @@ _MOST = 1 << 14  # numbers of a block of tokens in one head
 
 
 def encode_codes(
-    k: Tensor, v: Tensor, bits: int, group: int
+    k: Tensor, v: Tensor, bits: int, value_bits: int, group: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Encode whole blocks of `group` tokens in one launch, k, v [B G S D], as kernels/quantise.py
     defines it; a program (one instance of the kernel) takes one block of one head."""
     (batch, groups, count, dim), share = k.shape, min(group, k.shape[3])
-    blocks, ranges, width = count // group, dim // share, dim * bits // 8
+    blocks, ranges = count // group, dim // share
     k_codes, v_codes = (
-        k.new_empty((batch, groups, count, width), dtype=torch.uint8) for _ in range(2)
+        k.new_empty((batch, groups, count, dim * of_each // 8), dtype=torch.uint8)
+        for of_each in (bits, value_bits)
     )
     k_range = k.new_empty((batch, groups, blocks, 2 * dim), dtype=torch.float16)
     v_range = k.new_empty((batch, groups, count, 2 * ranges), dtype=torch.float16)
@@ -34,12 +35,15 @@ def encode_codes(
     if blocks:
         _encode[(blocks, batch * groups)](
             located(k), located(v), k_codes, k_range, v_codes, v_range, bad, blocks, groups, group, dim, ranges, bits,
+            value_bits,
             num_warps=4 if group * dim <= 4096 else 8,
         )  # fmt: skip
     return k_codes, k_range, v_codes, v_range, bad
 
 
-def encode_codes_refuses(k: Tensor, v: Tensor, bits: int, group: int) -> str | None:
+def encode_codes_refuses(
+    k: Tensor, v: Tensor, bits: int, value_bits: int, group: int
+) -> str | None:
     dim = k.shape[3]
     if any(size & (size - 1) for size in (group, dim)) or group * dim > _MOST:
         return f"takes powers of two, up to {_MOST} numbers of a block, got {group} tokens of {dim} channels"
@@ -85,33 +89,41 @@ def _packed(codes, BITS: tl.constexpr):
     return tl.sum(planes << (tl.arange(0, PLANES) * BITS)[None, :, None], 1).to(tl.uint8)
 
 
+@triton.jit
+def _bytes(codes, row, DIM: tl.constexpr, BITS: tl.constexpr):
+    """Return pointers to the bytes of the rows [n 1] of `codes`, which have DIM codes each."""
+    WIDTH: tl.constexpr = DIM * BITS // 8
+    return codes + row * WIDTH + tl.arange(0, WIDTH)[None, :]
+
+
 @triton.jit(do_not_specialize=["blocks"])
 def _encode(
     k, v, k_codes, k_range, v_codes, v_range, bad, blocks, HEADS: tl.constexpr, GROUP: tl.constexpr,
-    DIM: tl.constexpr, RANGES: tl.constexpr, BITS: tl.constexpr,
+    DIM: tl.constexpr, RANGES: tl.constexpr, BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
 ):  # fmt: skip
     """Encode the keys of one block of GROUP tokens of one KV head, each channel in a range of its
     own, and their values, each token in RANGES ranges of neighbouring channels."""
-    WIDTH: tl.constexpr = DIM * BITS // 8
     this = program_at(1)
     batch, group, block = this // HEADS, this % HEADS, program_at(0)
     token = tl.arange(0, GROUP)[:, None]
     dim = tl.arange(0, DIM)[None, :]
-    byte = tl.arange(0, WIDTH)[None, :]
     row = block * GROUP + token
     of_block = this * blocks + block
-    to = (of_block * GROUP + token) * WIDTH + byte
+    to = of_block * GROUP + token
     keys, key_step = head_rows(k, batch, group)
     values, value_step = head_rows(v, batch, group)
     key = tl.load(keys + row * key_step + dim).to(tl.float32)
     value = tl.load(values + row * value_step + dim).to(tl.float32)
     codes, least, step, unfit = _coded(key, 0, BITS)
-    tl.store(k_codes + to, _packed(codes, BITS))
+    tl.store(_bytes(k_codes, to, DIM, BITS), _packed(codes, BITS))
     tl.store(k_range + of_block * 2 * DIM + dim, least)
     tl.store(k_range + of_block * 2 * DIM + DIM + dim, step)
-    codes, least, step, worse = _coded(tl.reshape(value, [GROUP, RANGES, DIM // RANGES]), 2, BITS)
-    tl.store(v_codes + to, _packed(tl.reshape(codes, [GROUP, DIM]), BITS))
-    ranges = v_range + (of_block * GROUP + token) * 2 * RANGES + tl.arange(0, RANGES)[None, :]
+    codes, least, step, worse = _coded(
+        tl.reshape(value, [GROUP, RANGES, DIM // RANGES]), 2, VALUE_BITS
+    )
+    packed = _packed(tl.reshape(codes, [GROUP, DIM]), VALUE_BITS)
+    tl.store(_bytes(v_codes, to, DIM, VALUE_BITS), packed)
+    ranges = v_range + to * 2 * RANGES + tl.arange(0, RANGES)[None, :]
     tl.store(ranges, tl.reshape(least, [GROUP, RANGES]))
     tl.store(ranges + RANGES, tl.reshape(step, [GROUP, RANGES]))
     tl.store(bad + of_block, (unfit | worse).to(tl.int8))

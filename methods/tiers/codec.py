@@ -1,5 +1,5 @@
 """Defines codecs, which encode keys and values: as they are, in integers of 2, 4 or 8 bits, in
-floats of 8 bits, or by levels of 2 to 4 bits; and each of these after a random rotation."""
+floats of 8 or 4 bits, or by levels of 2 to 4 bits; and integers and levels after a random rotation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor
 from kernels import ops
 from kernels.coded import Coded, CodedFloats, Codes
 from kernels.levels import CodedLevels, encode_levels
-from kernels.quantise import dequantise, refuse, to_float8
+from kernels.nvfp4 import CHANNELS, CodedFloats4, encode_nvfp4
+from kernels.quantise import refuse, to_float8
 from kernels.reference import Segment
 from kernels.rotated import Rotated, rotate, rotate_back
 
@@ -156,14 +157,22 @@ class IntCodec(_Checked):
     have channels that are large throughout. A value's range covers `group` channels of one token
     (all its channels, if there are fewer). A range is two fp16 numbers, whatever the dtype of the
     cache. Per token: D * bits / 8 bytes of codes for K and as many for V, and 4 * D / group bytes
-    for V's ranges; per block of `group` tokens: 4 * D bytes for K's."""
+    for V's ranges; per block of `group` tokens: 4 * D bytes for K's.
+
+    `value_bits`: of values, if not `bits`. `kept`: as many channels of keys as are written as they
+    are, besides their codes: in each block of `group` tokens those with the largest steps, which
+    are off most. They take kept numbers per token, in the dtype of the cache, and kept bytes per
+    block, which say where they belong. KVQuant (arXiv 2401.18079) keeps single large numbers so."""
 
     bits: int
     group: int = 32
+    value_bits: int | None = None
+    kept: int = 0
 
     def __post_init__(self) -> None:
-        if self.bits not in (2, 4, 8):
-            raise ValueError(f"A codec of {self.bits} bits is not possible: choose 2, 4 or 8.")
+        if not {self.bits, self.bits_of_values} <= {2, 4, 8}:
+            given = f"{self.bits} and {self.bits_of_values}"
+            raise ValueError(f"A codec of {given} bits is not possible: choose 2, 4 or 8.")
         if self.group < 2:
             raise ValueError(f"A codec's group of {self.group} must hold at least 2 numbers.")
 
@@ -171,36 +180,49 @@ class IntCodec(_Checked):
     def block(self) -> int:
         return self.group
 
+    @property
+    def bits_of_values(self) -> int:
+        """Return the bits of an integer of a value."""
+        return self.value_bits or self.bits
+
     def check(self, head_dim: int) -> None:
-        if head_dim % min(self.group, head_dim) or head_dim % (8 // self.bits):
+        least = min(self.bits, self.bits_of_values)
+        if head_dim % min(self.group, head_dim) or head_dim % (8 // least):
             raise ValueError(
-                f"A codec of {self.bits} bits in groups of {self.group} does not suit a head size of {head_dim}: "
+                f"A codec of {least} bits in groups of {self.group} does not suit a head size of {head_dim}: "
                 "choose a group that divides it."
+            )
+        if self.kept and not self.kept < head_dim <= 256:
+            raise ValueError(
+                f"{self.kept} channels in full do not suit a head size of {head_dim}: keep fewer, of at most 256."
             )
 
     def layout(self, head_dim: int, dtype: torch.dtype) -> Layout:
         self.check(head_dim)
-        codes = head_dim * self.bits // 8
+        codes = [(head_dim * bits // 8, torch.uint8) for bits in (self.bits, self.bits_of_values)]
         ranges = 2 * head_dim // min(self.group, head_dim)
+        kept = [((self.kept, dtype), (self.kept, torch.uint8))] if self.kept else []
         return Layout(
-            ((codes, torch.uint8), (codes, torch.uint8), (ranges, torch.float16)),
-            ((2 * head_dim, torch.float16),),
+            (*codes, (ranges, torch.float16), *(of_token for of_token, _ in kept)),
+            ((2 * head_dim, torch.float16), *(of_block for _, of_block in kept)),
         )
 
     def encode_unchecked(self, k: Tensor, v: Tensor) -> tuple[Encoded, Tensor]:
-        k_codes, k_range, v_codes, v_range, bad = ops.encode_codes(k, v, self.bits, self.group)
-        return Encoded((k_codes, v_codes, v_range), (k_range,)), bad
+        k_codes, k_range, v_codes, v_range, bad = ops.encode_codes(
+            k, v, self.bits, self.bits_of_values, self.group
+        )
+        if not self.kept:
+            return Encoded((k_codes, v_codes, v_range), (k_range,)), bad
+        which = k_range.chunk(2, -1)[1].topk(self.kept).indices  # [B G n kept]
+        kept = k.gather(3, which.repeat_interleave(self.group, 2))
+        return Encoded((k_codes, v_codes, v_range, kept), (k_range, which.to(torch.uint8))), bad
 
     def codes(self, stored: Encoded) -> Coded:
-        (k, v, v_range), (k_range,) = stored
-        return Coded(k, v, k_range, v_range, self.bits, self.group)
+        (k, v, v_range, *kept), (k_range, *which) = stored
+        return Coded(k, v, k_range, v_range, self.bits, self.group, *kept, *which)
 
     def decode(self, stored: Encoded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        (k, v, v_range), (k_range,) = stored
-        (k_least, k_step), (v_least, v_step) = k_range.chunk(2, -1), v_range.chunk(2, -1)
-        return dequantise(k, k_least, k_step, self.bits, dtype), dequantise(
-            v, v_least, v_step, self.bits, dtype
-        )
+        return self.codes(stored).decoded(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +242,40 @@ class FloatCodec(_Checked):
 
     def codes(self, stored: Encoded) -> CodedFloats:
         return CodedFloats(*stored.tokens)
+
+
+@dataclass(frozen=True)
+class Nvfp4Codec(_Checked):
+    """Write floats of 4 bits as NVIDIA's NVFP4 defines them (kernels/nvfp4.py), where a tensor, which
+    has a scale in fp32, is what a head's keys or values are in 32 tokens. Per token and head: D
+    bytes of codes and D / 8 of scales; per 32 tokens: 8 bytes of scales."""
+
+    @property
+    def block(self) -> int:
+        return 32
+
+    def check(self, head_dim: int) -> None:
+        if head_dim % CHANNELS:
+            raise ValueError(
+                f"NVFP4 does not suit a head size of {head_dim}, since {CHANNELS} channels share a scale: "
+                "choose another codec, such as int4."
+            )
+
+    def layout(self, head_dim: int, dtype: torch.dtype) -> Layout:
+        self.check(head_dim)
+        widths = head_dim // 2, head_dim // 2, 2 * head_dim // CHANNELS
+        return Layout(tuple((width, torch.uint8) for width in widths), ((2, torch.float32),))
+
+    def encode_unchecked(self, k: Tensor, v: Tensor) -> tuple[Encoded, Tensor]:
+        written, bad = encode_nvfp4(k, v, self.block)
+        return Encoded((written.k, written.v, written.scales), (written.of_tensor,)), bad
+
+    def codes(self, stored: Encoded) -> CodedFloats4:
+        (k, v, scales), (of_tensor,) = stored
+        return CodedFloats4(k, v, of_tensor, scales, self.block)
+
+    def decode(self, stored: Encoded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self.codes(stored).decoded(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,6 +382,6 @@ def turboquant_residual(bits: int) -> RotatedCodec:
     return RotatedCodec(inner=LevelCodec(bits=bits, residual_bit=True))
 
 
-def rotated_integers(bits: int, group: int = 32) -> RotatedCodec:
+def rotated_integers(bits: int, group: int = 32, value_bits: int | None = None) -> RotatedCodec:
     """Return the codec that writes integers as `IntCodec` does, after a random rotation."""
-    return RotatedCodec(inner=IntCodec(bits=bits, group=group))
+    return RotatedCodec(inner=IntCodec(bits=bits, group=group, value_bits=value_bits))

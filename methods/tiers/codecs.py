@@ -25,14 +25,15 @@ class Spelling:
 
 CODECS = [
     Spelling(
-        pattern=r"int(?P<bits>[248])(?:g(?P<group>[1-9]\d*))?",
+        pattern=r"int(?P<bits>[248])(?:\+(?P<kept>[1-9]\d*))?(?:/int(?P<value_bits>[248]))?(?:g(?P<group>[1-9]\d*))?",
         codec="methods.tiers.codec.IntCodec",
-        choices="int8, int4 or int2, with another group as in int4g64",
+        choices="int8, int4 or int2, with another group as in int4g64, other values than keys as in int4/int2, and "
+        "channels of keys in full as in int4+4 or int4+4/int2",
     ),
     Spelling(
-        pattern=r"int(?P<bits>[248])(?:g(?P<group>[1-9]\d*))?h",
+        pattern=r"int(?P<bits>[248])(?:/int(?P<value_bits>[248]))?(?:g(?P<group>[1-9]\d*))?h",
         codec="methods.tiers.codec.rotated_integers",
-        choices="the same after a rotation, as int4h or int4g64h",
+        choices="integers after a rotation, as int4h, int4g64h or int4/int2h",
     ),
     Spelling(
         pattern=r"tq(?P<bits>[234])",
@@ -47,6 +48,7 @@ CODECS = [
     Spelling(
         pattern="fp8", codec="methods.tiers.codec.FloatCodec", choices="fp8, which takes no group"
     ),
+    Spelling(pattern="nvfp4", codec="methods.tiers.codec.Nvfp4Codec", choices="nvfp4"),
 ]
 
 

@@ -55,7 +55,8 @@ def converted(value: Any, dtype: torch.dtype, device: torch.device | str = "cpu"
         return Ragged([converted(part, dtype, device) for part in value.parts], value.dim, value.sizes.dead)
     if isinstance(value, Codes | KeyCodes):  # its ranges and scales are fp16, whatever the dtype
         tensors = {name: x for name, x in value._asdict().items() if isinstance(x, Tensor | Ragged)}
-        return value._replace(**{name: converted(x, torch.float16, device) for name, x in tensors.items()})
+        kinds = {"kept": dtype, "of_tensor": torch.float32}
+        return value._replace(**{n: converted(x, kinds.get(n, torch.float16), device) for n, x in tensors.items()})
     if isinstance(value, Segment):
         kept = None if value.log_weights is None else converted(value.log_weights, torch.float32, device)
         return Segment(*(converted(x, dtype, device) for x in value[:4]), kept)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.coded import Coded
 from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged
 from kernels.reference import Segment, pq_held
@@ -202,14 +201,27 @@ def codes() -> Iterator[OpCase]:
         joined = _joined([of_each[0], of_each[2]])
         rows = pick(5, 2, 2, 32, 20)
         yield OpCase("decode_rows", f"some-of-each-int{bits}", (joined, rows, rows // block, torch.float32))
-        last = joined.tokens(joined.k.sizes - 32, joined.k.sizes)  # type: ignore[attr-defined]
+        last = joined.tokens(joined.k.sizes - 32, joined.k.sizes)
         recent = random(6, 2, 2, 32, dim), torch.tensor([5, 20])
         yield OpCase("decode_rows", f"last-of-each-int{bits}", (last, None, None, torch.float32, recent))
 
 
-def _joined(members: Sequence[Coded]) -> Coded:
-    tensors = [cast(Tensor, Ragged(parts)) for parts in list(zip(*members, strict=True))[:4]]
-    return Coded(*tensors, members[0].bits, members[0].block)
+def other_codes() -> Iterator[OpCase]:
+    """Keys with channels in full, values of other bits, and floats of 4 bits."""
+    sizes, shape = (320, 32, 64), coded_cases.SHAPES[coded_cases.KEPT]._replace(value_bits=2)
+    kept = [coded_cases.coded(shape._replace(tokens=tokens, block=32), spare=1) for tokens in sizes]
+    floats4 = [coded_cases.floats4((1, 2, tokens, shape.dim), 32, spare=1) for tokens in sizes]
+    rows, q = pick(5, 3, 2, 32, 20), random(3, 3, shape.heads, 1, shape.dim)
+    for name, members in (("kept", kept), ("nvfp4", floats4)):
+        joined = _joined(members)
+        yield OpCase("coded_attention", f"3-of-each-{name}", (q, [joined], 0.2))
+        yield OpCase("decode_rows", f"some-of-each-{name}", (joined, rows, rows // 32, torch.float32))
+
+
+def _joined(members: Sequence[Any]) -> Any:
+    every = members[0]._asdict().items()
+    tensors = {name: Ragged([getattr(x, name) for x in members]) for name, x in every if isinstance(x, Tensor)}
+    return members[0]._replace(**tensors)
 
 
 def _stored(seed: int, sizes: Sequence[int], groups: int) -> Ragged:
@@ -224,6 +236,7 @@ def _stored(seed: int, sizes: Sequence[int], groups: int) -> Ragged:
 def ragged_cases() -> list[OpCase]:
     groups = (
         attention, attention_with_mean, pq_weights, pq_best, top_k, index, pages, channels, chosen, codes,
+        other_codes,
         estimated_logits,
     )  # fmt: skip
     return [case for group in groups for case in group()]

@@ -80,7 +80,7 @@ def test_no_number_is_off_by_more_than_a_sixteenth_of_itself() -> None:
 def test_what_fp16_cannot_hold_is_refused(bad: float) -> None:
     x = torch.zeros(4, 32)
     x[2, 3] = bad
-    for *_, unfit in (quantise(x, 4), to_float8(x), encode_codes(*[x.view(1, 1, 4, 32)] * 2, 4, 2)):
+    for *_, unfit in (quantise(x, 4), to_float8(x), encode_codes(*[x.view(1, 1, 4, 32)] * 2, 4, 4, 2)):
         refuse(torch.zeros_like(unfit))
         with pytest.raises(ValueError, match="quantised"):
             refuse(torch.zeros_like(unfit), unfit)
@@ -105,9 +105,9 @@ def test_attention_over_codes_is_as_exact_as_plain_torch(dtype: torch.dtype) -> 
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy
-@BITS
+@pytest.mark.parametrize(("bits", "value_bits"), [(2, 2), (4, 4), (8, 8), (4, 2), (2, 8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_interpreted_kernels_write_the_same_bits(bits: int, dtype: torch.dtype) -> None:
+def test_interpreted_kernels_write_the_same_bits(bits: int, value_bits: int, dtype: torch.dtype) -> None:
     """Numbers of all sizes, groups of one number, the limits of fp16, and blocks that cannot be encoded."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
@@ -122,8 +122,8 @@ def test_interpreted_kernels_write_the_same_bits(bits: int, dtype: torch.dtype) 
         x[1, 0, 40, 3], x[1, 1, 5, 7] = float("nan"), -float("inf")
     k, v = k.to(dtype), v.to(dtype)
     with use_backend("triton"):
-        *written, bad = ops.encode_codes(k, v, bits, 32)
-    *wanted, unfit = encode_codes(k, v, bits, 32)
+        *written, bad = ops.encode_codes(k, v, bits, value_bits, 32)
+    *wanted, unfit = encode_codes(k, v, bits, value_bits, 32)
     assert torch.equal(bad, unfit)
     assert unfit.sum() == 2
     for one, other in zip(written, wanted, strict=True):
@@ -211,7 +211,7 @@ def test_a_rotation_can_be_undone_and_spreads_what_is_large(dim: int) -> None:
 @pytest.mark.parametrize("codec", [turboquant(3), rotated_integers(4, 8)], ids=str)
 def test_a_rotated_query_reads_what_decoded_tokens_say(codec: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the tokens are decoded in pieces."""
-    monkeypatch.setattr("kernels.coded.LEVELS_AT_ONCE", 10)
+    monkeypatch.setattr("kernels.coded.DECODED_AT_ONCE", 10)
     k, v, q = drawn(2, 2, 24, 32), drawn(2, 2, 24, 32, seed=1), drawn(2, 4, 1, 32, seed=2)
     late = Segment(drawn(2, 2, 5, 32, seed=3), drawn(2, 2, 5, 32, seed=4))
     stored: Encoded = codec.encode(k, v)  # type: ignore[attr-defined]

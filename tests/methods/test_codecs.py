@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import cycle
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ ENCODING = [name for name in NAMES if not KeptCodec.refusal(small(name))]
 RULES = {entry.name: entry.facts().get("rule", "") for entry in entries("method")}
 EVICTING = [name for name in ENCODING if "evicts" in RULES.get(name, "") and "selects" not in RULES[name]]
 LEVELS = [codec_of(name) for name in ("tq4", "tq3", "tq2", "tq4q", "tq3q", "tq2q", "int4g8h")]
+APART = [codec_of(name) for name in ("nvfp4", "int4+3/int2g8", "int8/int2g8h")]
 LENGTH = 83
 
 
@@ -45,6 +46,8 @@ def steps(name: str, codec: Codec | None, placement: str = "device") -> tuple[li
         *((name, IntCodec(bits=4, group=8)) for name in ENCODING),
         *zip(ENCODING, cycle(LEVELS), strict=False),
         ("pqcache", FloatCodec()),
+        *product(("pqcache", "rocketkv", "coded"), APART),
+        ("snapkv", APART[1]),
     ],
 )
 def test_codes_are_the_same_wherever_they_lie(name: str, codec: Codec) -> None:
@@ -80,6 +83,28 @@ def test_what_evicting_methods_keep_may_be_encoded_without_loss(name: str) -> No
             assert away == [codec is not None] * len(away)
             seen.append([*turns[0], *turns[1]])
     assert_same(*seen)
+
+
+@pytest.mark.parametrize(
+    ("codec", "of_token", "of_block"),
+    [
+        ("nvfp4", 2 * 8 + 2, 2 * 4),  # a scale of each 16 channels; and two in fp32
+        ("int4/int2", 8 + 4 + 2 * 2, 2 * 16 * 2),
+        ("int4+3/int8", 8 + 16 + 2 * 2 + 3 * 4, 2 * 16 * 2 + 3),  # the model is in fp32
+    ],
+)
+def test_a_whole_prompt_takes_the_bytes_of_its_blocks(codec: str, of_token: int, of_block: int) -> None:
+    """On the device, and in the bytes that a step reads; 19 tokens fill no block, and 3 more come."""
+    with attached(tiny("llama"), small("coded"), codec=codec_of(codec)) as kv:
+        cache = kv.cache(capacity=LENGTH + 3, batch=2)
+        turn(kv, cache, prompt(LENGTH, batch=2), steps=3)
+        heads, plain = 2 * 2, 2 * 16 * 4
+        for layer in cache.layers:
+            pool = layer.far  # type: ignore[attr-defined]
+            sides = [x.nbytes for x in pool.held().values()]
+            assert sum(sides) == heads * (64 * of_token + 2 * of_block + 19 * plain)
+            read = heads * (64 * of_token + 2 * of_block + (19 + 3) * plain)
+            assert layer.bytes_read == read
 
 
 @pytest.mark.parametrize("name", EVICTING)

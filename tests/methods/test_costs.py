@@ -16,7 +16,7 @@ from methods.base import Budget, Cost, CostError, LayerSpec, LayerWorkload, Meth
 from methods.layers.window import whole_layers
 from methods.parts import costs
 from methods.shadowkv import ShadowKV
-from methods.tiers.codec import Codec, IntCodec
+from methods.tiers.codec import Codec
 from methods.tiers.codecs import codec_of
 from tests.methods.test_contract import _yaml, in_places, small
 from tests.quick import slow_if
@@ -74,17 +74,16 @@ def test_the_formula_is_what_is_held_and_moved(case: tuple[str, str, Budget]) ->
 
 
 PER_HEAD = ("adakv", "ada_pyramid", "kvzip")  # how many tokens of a head fill no block is as the votes fall
-BITS = {"device": 4, "host": 2, "disk": 8}
+BLOCKS = {"device": "int4+3/int2g16", "host": "int2g16", "disk": "nvfp4"}
 
 
 @pytest.mark.parametrize(
-    ("name", "placement"), [case for case in in_places(*BITS) if not KeptCodec.refusal(small(case[0]))]
+    ("name", "placement"), [case for case in in_places(*BLOCKS) if not KeptCodec.refusal(small(case[0]))]
 )
 def test_the_formula_knows_the_codec(name: str, placement: str) -> None:
     """How many of the last tokens are chosen, which fill no block and so are exact, depends on the text."""
     if name not in PER_HEAD:
-        few_bits = IntCodec(bits=BITS[placement], group=16)
-        assert_near(*measured(method_of(name), Budget(0.2), placement, few_bits), read=0.08)
+        assert_near(*measured(method_of(name), Budget(0.2), placement, codec_of(BLOCKS[placement])), read=0.08)
     assert_near(*measured(method_of(name), Budget(0.2), placement, codec_of("tq3q")))
 
 

@@ -153,6 +153,8 @@ def test_members_whose_tokens_are_codes_attend_together(name: str) -> None:
         (unequal, 20, None, "int4g16"),
         (alike, 0.5, Tape(), "int4g16h"),
         (alike, 0.5, Tape(), "tq3q"),
+        (alike, 0.5, Tape(), "int4+3/int2g16"),
+        (unequal, 20, None, "nvfp4"),
     ):
         written = codec_of("tq4" if name == "adakv" else codec)  # its heads would fill different numbers of blocks
         with attached(tiny("llama"), small(name), budget=budget, codec=written, **how) as kv:

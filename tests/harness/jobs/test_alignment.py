@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,14 +103,17 @@ def test_a_budget_of_bytes_is_for_all_layers(tmp_path: Path) -> None:
 
 
 def test_a_codec_is_its_bits_and_its_group(tmp_path: Path) -> None:
-    made = [codec_of(settings(tmp_path, codec=name)) for name in (None, "int4", "int2g64")]
-    assert made == [None, IntCodec(bits=4), IntCodec(bits=2, group=64)]
-    for wrong in ("int3", "int4g0", "fp4"):
-        with pytest.raises(SettingsError, match=f"codec={wrong}"):
+    made = [codec_of(settings(tmp_path, codec=name)) for name in (None, "int4", "int2g64", "int4+4/int2g64")]
+    pair = IntCodec(bits=4, group=64, value_bits=2, kept=4)
+    assert made == [None, IntCodec(bits=4), IntCodec(bits=2, group=64), pair]
+    for wrong in ("int3", "int4g0", "fp4", "int4+0", "int4/int3", "int4/tq2", "int4+4h", "nvfp4g32"):
+        with pytest.raises(SettingsError, match=re.escape(f"codec={wrong}")):
             settings(tmp_path, codec=wrong)
     with pytest.raises(SettingsError, match="codec=int4g7"):
         plan(tmp_path, codec="int4g7")
-    assert len({plan(tmp_path, codec=name).folder for name in (None, "int4", "int4g64")}) == 3
+    with pytest.raises(SettingsError, match="16 channels in full do not suit a head size of 16"):
+        plan(tmp_path, codec="int4+16")
+    assert len({plan(tmp_path, codec=name).folder for name in (None, "int4", "int4g64", "int4/int2", "int4+1")}) == 5
     assert len({plan(tmp_path, TOVA(), codec=name).folder for name in (None, "int4")}) == 1  # has no use for one
 
 

@@ -196,6 +196,7 @@ def test_what_a_pool_hands_over_goes_on_in_another_tier(tier: str, codec: str, c
     ("wrong", "key"),
     [
         (lambda cache: IntCodec(bits=3, group=32), "2, 4 or 8"),
+        (lambda cache: IntCodec(bits=4, value_bits=3), "4 and 3 bits"),
         (lambda cache: IntCodec(bits=4, group=1), "at least 2"),
         (lambda cache: Pool(spec_of(36), cache, 20), "head size"),
         (lambda cache: Pool(spec_of(), cache, 20).append(*tokens(21)), "capacity"),

@@ -114,7 +114,8 @@ def test_a_stored_history_gives_the_tokens_of_a_cache_that_stayed(name: str) -> 
     [
         ("pqcache", {"placement": "disk", "codec": IntCodec(bits=4, group=16)}),
         ("infinigen", {"placement": "host", "reuse_steps": 2}),
-        ("snapkv", {"codec": IntCodec(bits=4, group=16)}),
+        ("snapkv", {"codec": codec_of("int4+3/int8g16")}),
+        ("coded", {"codec": codec_of("nvfp4")}),
         ("adakv", {"codec": codec_of("tq3")}),
         ("h2o", {"budget": Budget(0.4, generated=4)}),
         ("full", {"placement": "host"}),
