@@ -291,8 +291,9 @@ class Settings:
     codec: str | None = setting(
         None,
         "int8, int4, int2: write what a step reads by choice, or an evicting method keeps, in so few bits, wherever it "
-        "lies; int4g64: a range per 64 numbers, not 32; fp8: floats of 8 bits; int4h: rotated first; tq4, tq3, tq2: "
-        "TurboQuant, tq4q: with a residual bit",
+        "lies; int4g64: a range per 64 numbers, not 32; int4/int2: keys and values apart; int4+4: 4 channels of keys "
+        "in full; fp8, nvfp4: floats of 8 and 4 bits; int4h: rotated first; tq4, tq3, tq2: TurboQuant, tq4q: with a "
+        "residual bit",
         RUN,
         after_prefill=True,
         named="always",
