@@ -61,6 +61,10 @@ class Client:
     timeout_s: float
 
     def __post_init__(self) -> None:
+        if not self.key.isidentifier():
+            raise ModelError(
+                "model.key names the environment variable that holds the key, and is not the key itself."
+            )
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ModelError(
@@ -78,12 +82,15 @@ class Client:
         body: dict[str, Any] | None,
         read: Callable[[float, Iterator[Event]], T],
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
+        *,
+        patient: bool = True,
     ) -> tuple[T, int]:
         """POST `body` to `path` below the address, or GET it without a body. Return what `read` makes
         of the answer's events, given the time at which the request was sent, and how often it was
-        tried in vain. `around` is entered for each try. Raise `ServerRefused` or `ServerGone`."""
+        tried in vain, which is once unless `patient`. `around` is entered for each try. Raise
+        `ServerRefused` or `ServerGone`."""
         silent = 0
-        for retries, usual in enumerate((*WAITS, None)):
+        for retries, usual in enumerate((*(WAITS if patient else ()), None)):
             try:
                 with around():
                     return self._once(path, body, read), retries
@@ -104,16 +111,8 @@ class Client:
         ) from failed
 
     def get(self, path: str) -> dict[str, Any]:
-        """Return what the server has at `path`, tried once: JSON, or a text under `text`. Raise
-        `ServerGone` if it has nothing there, and `ServerRefused` if it does not give it."""
-        try:
-            return self._once(path, None, lambda _, events: next(events)[1])
-        except (_TryAgain, OSError, HTTPException) as error:
-            if isinstance(error, ServerGone):
-                raise
-            raise ServerGone(
-                f"{self.url} gives no answer ({self._words(error)}): start the server, or correct model.url."
-            ) from error
+        """Return what the server has at `path`: JSON, or a text under `text`."""
+        return self.send(path, None, lambda _, events: next(events)[1], patient=False)[0]
 
     def _once(
         self, path: str, body: dict[str, Any] | None, read: Callable[[float, Iterator[Event]], T]

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from time import perf_counter, sleep
@@ -30,10 +31,8 @@ from harness.prompts.thinking import ThoughtfulAnswer
 from harness.results.records import Record, Reply, made, whole
 from methods.tiers.tier import TIERS, bytes_key
 
-WARMUP = (
-    64,
-    4,
-)  # last tokens of a prompt, and new tokens: a whole prompt would stay in a prefix cache
+# last tokens of a prompt, and new tokens: a whole prompt would stay in a prefix cache
+WARMUP = 64, 4
 OTHER_PROMPT = (
     "the server counted other prompt tokens than our tokenizer: its chat template, its first tokens or its tokenizer "
     "differ"
@@ -89,7 +88,6 @@ class Exchange:
 
     item: PreparedExample
     answers: list[Answer] = field(default_factory=list)
-    outputs: list[str] = field(default_factory=list)
     facts: list[dict[str, Any]] = field(default_factory=list)  # of each turn
     served: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -108,7 +106,6 @@ class EndpointRunner:
             self.no_likelihood = f"model.prompts={model.prompts} has no token ids of a prompt"
         elif model.rate is not None or settings.batch > 1:
             self.no_likelihood = "requests for it would disturb the others' times"
-        self.metrics.look()
 
     def close(self) -> None:
         """Do nothing: each request has a connection of its own."""
@@ -142,6 +139,7 @@ class EndpointRunner:
         done: SimpleQueue[tuple[PreparedExample, Exchange | Exception]] = SimpleQueue()
         began, sent, running = perf_counter(), 0, 0
         gone: OSError | None = None
+        self.metrics.look()
         while waiting or running:
             wait_s = 0.0 if rate is None else began + sent / rate - perf_counter()
             if waiting and running < most and wait_s <= 0:
@@ -172,9 +170,7 @@ class EndpointRunner:
         done: SimpleQueue[tuple[PreparedExample, Exchange | Exception]],
     ) -> None:
         try:
-            outcome: Exchange | Exception = self._weighed(item) if item.given else self._said(item)
-            if isinstance(outcome, Exchange):
-                outcome.served |= self.metrics.look()
+            outcome: Exchange | Exception = self._asked(item)
         except Exception as error:
             outcome = error
         done.put((item, outcome))
@@ -182,36 +178,56 @@ class EndpointRunner:
     def _talk(self) -> Talk:
         return Talk(self.model, self.settings, self.tokenizer)
 
-    def _said(self, item: PreparedExample) -> Exchange:
-        """Ask for the answers to an example, turn after turn."""
-        made, talk = Exchange(item), self._talk()
-        for number, turn in enumerate(item.turns):
+    def _asked(self, item: PreparedExample) -> Exchange:
+        """Ask for the answers to an example, turn after turn, or how likely given ones are."""
+        exchange, talk, history = Exchange(item), self._talk(), 0
+        for turn, then in zip_longest(item.turns, item.turns[1:]):
             path, body = talk.ask(turn)
-            history = sum(len(one.tokens) for one in made.answers)
-            history += sum(len(one.prompt.ids) for one in item.turns[:number])
-            answer, retries = self._answer(path, body, turn)
-            if not answer.tokens:
-                raise ServerRefused("The server gave an empty answer, of which nothing is known.")
-            self._note(made, turn, answer, retries, path, history, body)
-            following = item.turns[number + 1 : number + 2]
-            costs = self._likelihood(talk, turn)
-            made.answers.append(answer)
-            made.outputs.append(
-                self._rule(turn).text(answer.tokens) if turn.thought else answer.text
-            )
-            second = answer.token_s[1] if len(answer.token_s) > 2 else answer.token_s[-1]
-            begin, end = answer.began, answer.began + answer.token_s[-1]
-            made.facts.append(
-                {
-                    "history_tokens": history,
-                    "share_s": self.meter.between(begin, end),
-                    "decode_share_s": self.meter.between(begin + second, end),
-                    "answer_nll": costs,
-                }
-            )
-            for then in following:
-                talk.answered(then, answer.text, answer.tokens, self.tokenizer.eos_token_id)
-        return made
+            facts: dict[str, Any] = {}
+            if turn.given:
+                answer, fed = self._weighed(talk, turn), list(turn.forced)
+            else:
+                answer, facts = self._said(talk, turn, path, body, exchange)
+                fed = answer.tokens
+            exchange.answers.append(answer)
+            exchange.facts.append({"history_tokens": history, **facts})
+            history += len(turn.prompt.ids) + len(fed)
+            if then is not None:
+                talk.answered(then, answer.text, fed, self.tokenizer.eos_token_id)
+        exchange.served |= self.metrics.look()
+        return exchange
+
+    def _said(
+        self,
+        talk: Talk,
+        turn: PreparedExample,
+        path: str,
+        body: dict[str, Any],
+        exchange: Exchange,
+    ) -> tuple[Answer, dict[str, Any]]:
+        """Return the answer to a turn and its facts, and add to `exchange` what the server counted."""
+        answer, retries = self._answer(path, body, turn)
+        if not answer.tokens:
+            raise ServerRefused("The server gave an empty answer, of which nothing is known.")
+        counted = {key: answer.usage.get(key) for key in ("prompt_tokens", "completion_tokens")}
+        counted["cached_tokens"] = (answer.usage.get("prompt_tokens_details") or {}).get(
+            "cached_tokens"
+        )
+        for key, value in {**counted, "retries": retries}.items():
+            if value is not None:
+                exchange.served[key] = exchange.served.get(key, 0) + value
+        known = counted["prompt_tokens"]
+        if not exchange.answers and known not in (None, len(turn.prompt.ids)):
+            exchange.warnings.append(OTHER_PROMPT)
+        second = answer.token_s[1] if len(answer.token_s) > 2 else answer.token_s[-1]
+        begin, end = answer.began, answer.began + answer.token_s[-1]
+        facts = {
+            "share_s": self.meter.between(begin, end),
+            "decode_share_s": self.meter.between(begin + second, end),
+            "answer_nll": self._likelihood(talk, turn),
+        }
+        text = self._rule(turn).text(answer.tokens) if turn.thought else answer.text
+        return replace(answer, text=text), facts
 
     def _answer(self, path: str, body: dict[str, Any], turn: PreparedExample) -> tuple[Answer, int]:
         stops = () if self.settings.generation.force_length else turn.example.stop
@@ -221,33 +237,6 @@ class EndpointRunner:
             lambda began, events: read_answer(began, events, self.tokenizer, stops),
             self.meter.running,
         )
-
-    def _note(
-        self,
-        made: Exchange,
-        turn: PreparedExample,
-        answer: Answer,
-        retries: int,
-        path: str,
-        history: int,
-        body: dict[str, Any],
-    ) -> None:
-        """Add to the exchange what the server counted, and warn where it read another prompt."""
-        counted = answer.usage
-        cached = (counted.get("prompt_tokens_details") or {}).get("cached_tokens")
-        for key, value in {
-            "prompt_tokens": counted.get("prompt_tokens"),
-            "completion_tokens": counted.get("completion_tokens"),
-            "cached_tokens": cached,
-            "retries": retries,
-        }.items():
-            if value is not None:
-                made.served[key] = made.served.get(key, 0) + value
-        known = counted.get("prompt_tokens")
-        sent = body["prompt"] if path == PLAIN else None
-        expected = len(sent) if isinstance(sent, list) else history + len(turn.prompt.ids)
-        if known is not None and known != expected and not history:
-            made.warnings.append(OTHER_PROMPT)
 
     def _likelihood(self, talk: Talk, turn: PreparedExample) -> float | None:
         """Return the mean negative log-likelihood of the most likely right answer, as
@@ -277,25 +266,21 @@ class EndpointRunner:
         except ServerRefused:
             return None
 
-    def _weighed(self, item: PreparedExample) -> Exchange:
-        """Ask how likely given texts are: choices, or one that is fed in place of an answer. Its line
+    def _weighed(self, talk: Talk, turn: PreparedExample) -> Answer:
+        """Ask how likely given texts are: choices, or one that is fed in place of an answer. The answer
         has one token, since a server that reads a text at once shows no time for each."""
-        talk, weights = self._talk(), list[list[tuple[float, bool]]]()
-        talk.ask(item)
+        weights, given = list[list[tuple[float, bool]]](), turn.choices or (turn.forced,)
         began = perf_counter()
-        for given in item.choices or [item.forced]:
-            one = self._weights(talk, given)
-            if one is None:
+        for tokens in given:
+            if (one := self._weights(talk, tokens)) is None:
                 raise ServerRefused(
                     f"This task asks how likely given texts are, and {NO_LOGPROBS}: measure one that does (vLLM)."
                 )
             weights.append(one)
         took = perf_counter() - began
         joint = [(sum(cost for cost, _ in each), all(top for _, top in each)) for each in weights]
-        output = json.dumps(joint) if item.choices else repr(mean_nll(weights[0]))
-        first = (item.choices or [item.forced])[0][:1]
-        answer = Answer(output, list(first), [took], "forced", began, {})
-        return Exchange(item, [answer], [output], [{"history_tokens": 0}], {"retries": 0})
+        output = json.dumps(joint) if turn.choices else repr(mean_nll(weights[0]))
+        return Answer(output, list(given[0][:1]), [took], "forced", began, {})
 
     def _rule(self, turn: PreparedExample) -> StopRule | ThoughtfulAnswer:
         eos, example = self.tokenizer.eos_token_id, turn.example
@@ -326,17 +311,17 @@ class EndpointRunner:
 
     def _replies(self, exchange: Exchange) -> Iterator[dict[str, Any]]:
         """Yield what is known of each turn, by the keys of a line, with its score."""
-        parts = exchange.item.turns, exchange.item.example.turns, exchange.answers
-        for turn, example, answer, output, facts in zip(
-            *parts, exchange.outputs, exchange.facts, strict=True
+        turns = exchange.item.turns, exchange.item.example.turns
+        for turn, example, answer, facts in zip(
+            *turns, exchange.answers, exchange.facts, strict=True
         ):
             rule = self._rule(turn)
-            score = self.task.score(example, output)
+            score = self.task.score(example, answer.text)
             yield {
                 **UNSEEN,
                 "prompt_tokens": len(turn.prompt.ids),
                 "context_tokens": None,
-                "output": output,
+                "output": answer.text,
                 "tokens": answer.tokens,
                 "stop": answer.stop,
                 "token_s": answer.token_s,

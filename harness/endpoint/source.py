@@ -20,6 +20,11 @@ from harness.models.remote import RemoteModel
 NOT_RECORDED: Any = {"recorded": False}
 # keys of an entry of /v1/models that are others for each request
 PASSING = ("created", "permission", "object")
+# numbers of a model that a server does not say
+OF_WEIGHTS = (
+    "num_heads", "num_kv_heads", "head_dim", "rotary_dim", "hidden_size", "inner_size", "chosen_experts", "vocab_size",
+    "num_parameters",
+)  # fmt: skip
 RUNNER = "harness.endpoint.runner"  # found by its name, since it knows this module
 # engines whose requests have more words than OpenAI's: a least length, EOS that is ignored, top_k, first words of an
 # answer; and whose model list names what they serve
@@ -94,24 +99,17 @@ class Endpoint(RemoteModel):
     def describe(self) -> ModelInfo:
         """Return the description of the model, in which all that only its weights tell is empty."""
         window = self.context_window()
+        unknown: Any = dict.fromkeys(OF_WEIGHTS, 0)
         return ModelInfo(
             *self.identity(),
             architecture="",
             window=window,
             trained_window=window,
             num_layers=1,
-            num_heads=0,
-            num_kv_heads=0,
-            head_dim=0,
-            rotary_dim=0,
-            hidden_size=0,
-            inner_size=0,
-            chosen_experts=0,
-            vocab_size=0,
-            num_parameters=0,
             dtype="fp32",
             layer_windows=(None,),
             sink_logits=False,
+            **unknown,
         )
 
     @cached_property

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from evals.base import Task
+from evals.base import Example, Score, Task, TaskEnv, Turn
 from harness.config.compose import built, compose_one
 from harness.config.settings import GenerationSettings, SettingsError
 from harness.endpoint import client
@@ -37,6 +37,26 @@ from tests.tiny import fresh, saved
 NEEDLES = niah(template="{context}\n\n{question}", lengths=[300])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Replayed(Task):
+    """A conversation whose replies stand in the text: after what the model says, or in place of it (`forced`)."""
+
+    version: ClassVar[str] = "1"
+    metric: ClassVar[str] = "length"
+
+    forced: bool = False
+
+    def examples(self, env: TaskEnv) -> Iterator[Example]:
+        reply = None if self.forced else "It is red."
+        yield Example(
+            id="talk", group="talk", context="What is the cup?", references=("It is red.",), max_new_tokens=4,
+            teacher_forced=self.forced, further=(Turn("And the door?", ("It is blue.",), reply=reply),),
+        )  # fmt: skip
+
+    def score(self, example: Example, output: str) -> Score:
+        return Score(0.5, {"nll": float(output)} if self.forced else {})
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> HuggingFace:
     return saved(fresh("llama", max_position_embeddings=WINDOW, vocab_size=259), tmp_path_factory.mktemp("tiny"))
@@ -59,16 +79,22 @@ def by_id(made: StoredRun, what: Callable[[Record], Any]) -> dict[str, Any]:
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize("task", [NEEDLES, Talks(), Colours()], ids=["needles", "conversations", "choices"])
+@pytest.mark.parametrize(
+    "task",
+    [NEEDLES, Talks(), Colours(), Replayed(), Replayed(forced=True)],
+    ids=["needles", "conversations", "choices", "given replies", "fed replies"],
+)
 def test_a_server_of_the_same_model_answers_as_our_engine(
     tmp_path: Path, served: Server, files: HuggingFace, task: Task
 ) -> None:
     ours = run(tmp_path, Full(), task, files, dtype="fp32", device="cpu")
     theirs = run(tmp_path, Full(), task, endpoint(served, files))
     free = {record.id for record in ours.records if record.stop != "forced"}
-    assert free or isinstance(task, Colours)
     for what in (lambda r: r.score, lambda r: r.prompt_sha256):
         assert by_id(theirs, what) == by_id(ours, what)
+    details = by_id(theirs, lambda r: r.details)
+    for record in ours.records:
+        assert details[record.id] == pytest.approx(record.details, abs=1e-3)
     answers = by_id(ours, lambda r: r.answer), by_id(theirs, lambda r: r.answer)
     assert {key: answers[0][key] for key in free} == {key: answers[1][key] for key in free}
     if isinstance(task, Colours):
@@ -287,6 +313,8 @@ def test_the_key_is_sent_and_stands_nowhere(
         assert str(served.http.server_port) not in text or text == str(raised.value) or "gives no" in text
     with pytest.raises(ModelError, match="environment variable"):
         _ = endpoint(served, files, url="http://me:sk-right@host/v1").client
+    with pytest.raises(ModelError, match="is not the key itself"):
+        _ = endpoint(served, files, key="sk-right").client
 
 
 def test_what_the_server_decides_is_refused(tmp_path: Path, served: Server, files: HuggingFace) -> None:
