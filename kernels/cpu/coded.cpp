@@ -48,7 +48,17 @@ template <class Element, class KeyFormat, class Format> struct ReaderOf : Reader
         }
     }
 
+    // Writes the channels of keys that are kept in full.
+    void put_kept(const Chosen& chosen, int64_t width, Element* k) const {
+        for (int64_t i = chosen.first; i < chosen.first + chosen.count; i++, k += width) {
+            const int64_t row = chosen.rows ? chosen.rows[i] : i;
+            const uint8_t* which = (const uint8_t*)at.which[chosen.blocks ? chosen.blocks[i] : row / in.block];
+            for (int64_t j = 0; j < in.channels; j++) k[which[j]] = ((const Element*)at.kept[row])[j];
+        }
+    }
+
     void read(const Chosen& chosen, int64_t width, Element* k, Element* v, Element* signs) override {
+        Element* const keys = k;
         const int dim = in.dim;
         for (int64_t i = 0; i < chosen.count; i++, k += width, v += width, signs += width) {
             const int64_t row = chosen.rows ? chosen.rows[chosen.first + i] : chosen.first + i;
@@ -58,20 +68,17 @@ template <class Element, class KeyFormat, class Format> struct ReaderOf : Reader
                 fetch(of_value + TOKENS * at.v.row, Format::bytes(dim));
             }
             alignas(LINE) float scales[2 * MOST_RANGES + LANES];
-            auto block_of = [&] { return chosen.blocks ? chosen.blocks[chosen.first + i] : row / in.block; };
             if constexpr (FOUR) {
-                read_scales(row, block_of(), scales);
+                read_scales(row, chosen.blocks ? chosen.blocks[chosen.first + i] : row / in.block, scales);
                 decode_row<KeyFormat>(of_key, dim, key_numbers, OfRanges{NONE, scales, range}, k);
                 decode_row<Format>(of_value, dim, numbers, OfRanges{NONE, scales + in.ranges, range}, v);
                 continue;
             }
             widen_halves(at.v_range[row], Format::RANGED ? 2 * in.ranges : in.ranges, scales);
             if constexpr (Format::RANGED) {
-                const int64_t of_block = block_of();
+                int64_t of_block = chosen.blocks ? chosen.blocks[chosen.first + i] : row / in.block;
                 if (of_block != block) widen_halves(at.k_range[block = of_block], 2 * dim, k_range);
                 decode_row<KeyFormat>(of_key, dim, key_numbers, OfChannels{k_range, k_range + dim}, k);
-                const uint8_t* which = in.channels ? (const uint8_t*)at.which[of_block] : nullptr;
-                for (int64_t j = 0; j < in.channels; j++) k[which[j]] = ((const Element*)at.kept[row])[j];
                 OfRanges of_ranges{scales, scales + in.ranges, range};
                 decode_row<Format>(of_value, dim, numbers, of_ranges, v);
             } else {
@@ -84,6 +91,7 @@ template <class Element, class KeyFormat, class Format> struct ReaderOf : Reader
                 decode_row<Format>(of_value, dim, numbers, OfRow{scales[1]}, v);
             }
         }
+        if (in.channels) put_kept(chosen, width, keys);
     }
 };
 

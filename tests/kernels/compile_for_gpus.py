@@ -77,6 +77,7 @@ CASES = (
     "coded_attention-int8", "coded_attention-int4", "coded_attention-int2", "coded_attention-int4-dim96",
     "decode_rows-int8-some", "decode_rows-int4-moved", "decode_rows-int2-all", "coded_attention-fp8",
     "coded_attention-fp8-dim96", "decode_rows-fp8-some", "coded_attention-int8-and-others", "decode_rows-int4-recent",
+    "coded_attention-int4-values-int2", "decode_rows-int2-values-int8-dim96-some", "encode_codes-int4-values-int2",
     "decode_rows-last-of-each-int4", "encode_codes-int8", "encode_codes-int4", "encode_codes-int2",
 )  # fmt: skip
 BLOCKS = ("smollm", "qwen3", "dim96-prompt", "glm-prompt")
