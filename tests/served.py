@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Event, Lock, Thread
+from threading import Lock, Thread
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ WINDOW = 4096
 @dataclass
 class Server:
     """Answers greedily. `faults`: what becomes of the next requests for completions, one each: an HTTP status, or
-    `half` (its stream breaks off), `reset`, `silent`. `dies_after`: requests, after which it is no more."""
+    `half` (its stream breaks off) or `reset`. `dies_after`: requests, after which it is no more."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -39,7 +39,6 @@ class Server:
     starts: list[float] = field(default_factory=list)
     at_once: list[int] = field(default_factory=list)  # requests on their way, as each began
     running: int = 0
-    over: Event = field(default_factory=Event)
     lock: Lock = field(default_factory=Lock)
 
     def __enter__(self) -> Server:
@@ -60,7 +59,6 @@ class Server:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.over.set()
         self.http.shutdown()
         self.http.server_close()
 
@@ -106,9 +104,6 @@ class Server:
         if body["model"] != self.entry["id"]:
             return whole(handler, 404, {"error": {"message": f"The model {body['model']} does not exist."}})
         if fault == "reset":
-            return handler.connection.close()
-        if fault == "silent":
-            self.over.wait()
             return handler.connection.close()
         if isinstance(fault, int):
             said = {"error": {"message": f"maximum context length is {WINDOW} tokens" if fault == 400 else "busy"}}

@@ -114,7 +114,7 @@ class Endpoint(RemoteModel):
 
     @cached_property
     def _entry(self) -> dict[str, Any]:
-        """What /v1/models says of the model; empty if it says nothing, or lists other things."""
+        """Return what /v1/models says of the model; empty if it says nothing, or lists other things."""
         if self.engine in LISTS_FILES:
             return {}
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from time import perf_counter
 from typing import Any, ClassVar
@@ -168,10 +169,22 @@ def test_what_may_pass_is_asked_again(tmp_path: Path, served: Server, files: Hug
     assert not made.failed
 
 
-def test_a_silent_server_is_given_up_after_a_second_try(tmp_path: Path, served: Server, files: HuggingFace) -> None:
-    served.faults.extend(["silent", "silent"])
-    with pytest.raises(ServerGone, match=r"silent for model.timeout_s=0.5"):
-        run(tmp_path, Full(), NEEDLES, endpoint(served, files, timeout_s=0.5))
+def test_a_silent_server_is_given_up_after_a_second_try(
+    tmp_path: Path, served: Server, files: HuggingFace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = []
+
+    class Silent(HTTPConnection):
+        def getresponse(self) -> HTTPResponse:
+            if self._method == "POST":  # type: ignore[attr-defined]
+                tries.append(self.timeout)
+                raise TimeoutError("timed out")
+            return super().getresponse()
+
+    monkeypatch.setattr(client, "HTTPConnection", Silent)
+    with pytest.raises(ServerGone, match=r"silent for model.timeout_s=70 seconds"):
+        run(tmp_path, Full(), NEEDLES, endpoint(served, files, timeout_s=70.0))
+    assert tries == [70.0, 70.0]
 
 
 @pytest.mark.parametrize("batch", [1, 2])
