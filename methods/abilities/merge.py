@@ -35,7 +35,7 @@ class Merge(Ability):
     @classmethod
     def refusal(cls, method: Method) -> str | None:
         drops = any(ability.budgets for ability in method.abilities)
-        return None if drops else "no rows go while its answer grows"
+        return method.takes.get(cls) if drops else "no rows go while its answer grows"
 
     def error(self, method: Method, why: str) -> ValueError:
         name = type(method).__name__

@@ -36,6 +36,7 @@ from methods.rkv import RKV
 from methods.snapkv import SnapKV
 from methods.tiers.codecs import codec_of
 from methods.tova import TOVA, TOVAKeep
+from methods.triattention import TriAttention
 from tests.methods.synthetic import SHAPES, Sequences, attention
 from tests.tape import Tape
 from tests.tiny import prompt, tiny
@@ -318,8 +319,9 @@ def test_values_of_rows_that_go_are_merged_as_in_kvpress(shape: Any, monkeypatch
 
 def test_only_methods_whose_rows_go_take_a_merge() -> None:
     refuse(TOVA(), (CaM("cam"),))
-    with pytest.raises(ValueError, match="SnapKV takes no merge=cam"):
-        refuse(SnapKV(), (CaM("cam"),))
+    for method in (SnapKV(), TriAttention()):
+        with pytest.raises(ValueError, match=f"{type(method).__name__} takes no merge=cam"):
+            refuse(method, (CaM("cam"),))
 
 
 GIVEN = {
