@@ -14,12 +14,13 @@ import pytest
 
 from evals.base import Example, Score, Task, TaskEnv, Turn
 from harness.config.compose import built, compose_one
-from harness.config.settings import GenerationSettings, SettingsError
+from harness.config.settings import GenerationSettings, Settings, SettingsError
 from harness.endpoint import client
 from harness.endpoint.client import ServerGone
 from harness.endpoint.runner import Meter
 from harness.endpoint.source import Endpoint
 from harness.jobs.job import Job
+from harness.jobs.resolve import resolve
 from harness.models.base import ModelError
 from harness.models.hub import HuggingFace
 from harness.reports.compare import comparisons
@@ -340,6 +341,11 @@ def test_what_the_server_decides_is_refused(tmp_path: Path, served: Server, file
     with pytest.raises(SettingsError, match=r"generation.force_length is no word"):
         forced = GenerationSettings(force_length=True)
         run(tmp_path, Full(), NEEDLES, replace(model, engine=None), generation=forced)
+
+
+def test_commands_that_compute_with_weights_refuse_it(served: Server, files: HuggingFace) -> None:
+    with pytest.raises(SettingsError, match=r"behind a server.*model=hf"):
+        resolve(Settings(), Full(), endpoint(served, files).describe())
 
 
 def test_a_wrong_name_or_address_is_a_sentence(tmp_path: Path, served: Server, files: HuggingFace) -> None:
