@@ -51,7 +51,7 @@ class Coded(NamedTuple):
     @property
     def value_bits(self) -> int:
         """Return the bits of an integer of a value."""
-        return self.v.shape[-1] * 8 // self.dim
+        return self.v.shape[-1] * 16 // self.k_range.shape[-1]
 
     @property
     def all_four(self) -> tuple[Tensor, ...]:
@@ -68,10 +68,16 @@ class Coded(NamedTuple):
 
     def tokens(self, first: int | PerSequence, end: int | PerSequence) -> Coded:
         """Return the tokens from `first` to `end`; both must be multiples of `block`."""
-        return _of_both(
-            self,
-            lambda x: _between(x, first, end),
-            lambda x: _between(x, first // self.block, end // self.block),
+        blocks = first // self.block, end // self.block
+        return Coded(
+            _between(self.k, first, end),
+            _between(self.v, first, end),
+            _between(self.k_range, *blocks),
+            _between(self.v_range, first, end),
+            self.bits,
+            self.block,
+            None if self.kept is None else _between(self.kept, first, end),
+            None if self.which is None else _between(self.which, *blocks),
         )
 
     def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -125,8 +131,8 @@ OF_BLOCKS = ("k_range", "which", "of_tensor")  # tensors that have a row per blo
 DECODED_AT_ONCE = 1 << 13  # tokens that no kernel may read, decoded together for attention
 
 
-def _between(x: Tensor, first: int | PerSequence, end: int | PerSequence) -> Tensor:
-    return cast(Tensor, x.slice(first, end)) if isinstance(x, Ragged) else x[:, :, first:end]
+def _between(x: Any, first: int | PerSequence, end: int | PerSequence) -> Any:
+    return x.slice(first, end) if isinstance(x, Ragged) else x[:, :, first:end]
 
 
 @by_sequence
