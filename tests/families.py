@@ -21,13 +21,14 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from harness import Engine, RunningBatch, attached
+from harness import Engine, attached
 from harness.engine.cache import UnsupportedError
 from harness.models.base import ModelError
 from harness.models.hub import HuggingFace
 from methods.base import BudgetError, Method
 from methods.full import Full
 from methods.kivi import Kivi
+from tests.batches import together
 from tests.methods.test_contract import NAMES, small
 from tests.tiny import WHOLE, prompt, saved, tiny, whole
 
@@ -137,11 +138,7 @@ def answers(kv: Any, ids: Sequence[Tensor], chunk: int | None = None) -> list[li
 
 
 def batch_of(engine: Engine, ids: Sequence[Tensor]) -> list[list[int]]:
-    batch = RunningBatch(engine)
-    running = [engine.join(batch, text, max_new_tokens=NEW) for text in ids]
-    while batch.sequences:
-        batch.step()
-    return [one.out.tokens[0] for one in running]
+    return [answer.tokens[0] for answer in together(engine, ids, NEW)]
 
 
 def attach(architecture: str, method: Method, budget: float, placement: str = "device") -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from harness import Engine, RunningBatch, attached
+from harness import Engine, attached
 from harness.engine.saved_state import Snapshot
 from harness.prompts.teacher import Forced
 from kernels.dispatch import use_backend
@@ -37,6 +37,7 @@ from methods.snapkv import SnapKV
 from methods.tiers.codecs import codec_of
 from methods.tova import TOVA, TOVAKeep
 from methods.triattention import TriAttention
+from tests.batches import together
 from tests.methods.synthetic import SHAPES, Sequences, attention
 from tests.tape import Tape
 from tests.tiny import prompt, tiny
@@ -241,14 +242,11 @@ def test_values_that_a_step_changes_in_place_end_the_run(budget: float) -> None:
 def test_sequences_in_slots_get_what_each_gets_alone(name: str) -> None:
     """Each drops rows at steps of its own; where all of it fits, steps are shared."""
     method, abilities = {**METHODS, "merge": Merge(), "cam": TOVA()}[name], (CaM("cam"),) * (name == "cam")
-    asked = [(prompt(length, seed=length), new) for length, new in ((33, 6), (90, 30), (61, 14), (83, 23))]
+    asked, counts = [prompt(length, seed=length) for length in (33, 90, 61, 83)], (6, 30, 14, 23)
     with attached(tiny("llama"), method, budget=46, abilities=abilities) as kv:
-        engine, batch = Engine(kv), RunningBatch(Engine(kv))
-        alone = [engine.generate(ids, max_new_tokens=new).tokens for ids, new in asked]
-        slots = [engine.join(batch, ids, max_new_tokens=new) for ids, new in asked]
-        while batch.sequences:
-            batch.step()
-    assert [slot.out.tokens for slot in slots] == alone
+        engine = Engine(kv)
+        alone = [engine.generate(ids, max_new_tokens=new).tokens for ids, new in zip(asked, counts, strict=True)]
+        assert [answer.tokens for answer in together(engine, asked, counts)] == alone
 
 
 @pytest.mark.tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import DynamicCache
 
-from harness import Engine, RunningBatch, attached
+from harness import Engine, attached
 from harness.engine.footprint import footprint
 from harness.engine.saved_state import Snapshot
 from harness.prompts.teacher import Forced
@@ -29,7 +29,7 @@ from methods.layers import Layer
 from methods.oracle import Oracle
 from methods.snapkv import SnapKV
 from methods.streaming import Streaming
-from methods.tova import TOVA
+from tests.batches import together
 from tests.methods.synthetic import SHAPES, Sequences, attention
 from tests.methods.test_contract import NAMES, small
 from tests.quick import mostly_slow
@@ -106,50 +106,6 @@ def test_rows_are_those_of_kvpress_on_random_layers(name: str, shape: Any, start
     assert rankings == STEPS // EVERY - (start == 20)
 
 
-@needs_kvpress
-def test_rows_are_those_of_kvpress_on_the_layers_of_a_model() -> None:
-    """One query votes, because kvpress rotates all that it has held to where the last one stands; nothing is pooled,
-    because it leaves rows in the order of their scores."""
-    from kvpress import DecodingPress, SnapKVPress
-
-    model, forced = tiny("llama"), prompt(STEPS, seed=5)
-    start = 30
-    press = SnapKVPress(window_size=1, kernel_size=1)
-    then, fed = DecodingPress(press, compression_interval=EVERY, target_size=BUDGET), [0, start]
-
-    def with_positions(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {**kwargs, "cache_position": torch.arange(*fed)}
-
-    layers: Any = model.model.layers
-    hooks = [layer.self_attn.register_forward_pre_hook(with_positions, with_kwargs=True) for layer in layers]
-    try:
-        kept, counts = cast(Any, DynamicCache()), set[int]()
-        with torch.inference_mode(), then(model):
-            model.model(prompt(start), past_key_values=kept)
-            for token in forced[0]:
-                fed = [fed[1], fed[1] + 1]
-                model.model(token.view(1, 1), past_key_values=kept, position_ids=torch.tensor([[fed[0]]]))
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for layer in layers:
-            del layer.self_attn.rotary_emb
-    with attached(model, SnapKV(window=1, kernel=1), budget=BUDGET, abilities=RANKED) as kv:
-        engine, cache = Engine(kv), kv.cache(capacity=start + STEPS)
-        engine.prefill(cache, prompt(start), whole=True)
-        cache.seal()
-        for token in forced[0]:
-            engine.decode(token.view(1, 1), cache, None)
-        layers = zip(cache.method_layers, kept.layers, strict=True)
-        for own, one in layers:
-            mine, theirs = own.store.k[0], one.keys[0]
-            counts.add(mine.shape[1])
-            nearest = torch.cdist(theirs, mine, compute_mode="donot_use_mm_for_euclid_dist").min(2)
-            assert nearest.values.max() < 1e-4
-            assert torch.equal(nearest.indices.sort().values, torch.arange(mine.shape[1]).expand(len(mine), -1))
-    assert counts == {BUDGET + STEPS % EVERY}
-
-
 @pytest.mark.parametrize("name", mostly_slow(EVICTING, "snapkv", "h2o", "adakv", "pyramidkv", "streaming"))
 def test_the_budget_holds_after_each_ranking_and_so_many_more_in_between(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -194,27 +150,27 @@ each = pytest.mark.parametrize("name", mostly_slow([*EACH], "adakv", "streaming"
 def test_tokens_are_those_of_alone(name: str) -> None:
     """In slots, in chunks, from a cache that went back, with captured steps, and with rows on the host."""
     method, budget, abilities = EACH[name]
-    asked = [(prompt(length, seed=length), new) for length, new in ((33, 4), (90, 30), (61, 17))]
+    asked, counts = [prompt(length, seed=length) for length in (33, 90, 61)], (4, 30, 17)
+
+    def alone(engine: Engine) -> list[list[list[int]]]:
+        pairs = zip(asked, counts, strict=True)
+        return [engine.generate(ids, max_new_tokens=new).tokens for ids, new in pairs]
+
     with attached(tiny("llama"), method, budget=budget, abilities=abilities) as kv, use_backend("torch"):
-        engine, batch = Engine(kv), RunningBatch(Engine(kv))
-        alone = [engine.generate(ids, max_new_tokens=new).tokens for ids, new in asked]
-        slots = [engine.join(batch, ids, max_new_tokens=new) for ids, new in asked]
-        while batch.sequences:
-            batch.step()
-        assert [slot.out.tokens for slot in slots] == alone
-        for other in (Engine(kv, prefill_chunk=17), Engine(kv, graphs=Tape())):
-            assert [other.generate(ids, max_new_tokens=new).tokens for ids, new in asked] == alone
-        cache, (ids, new) = engine.cache(asked[1][0], 40), asked[1]
-        logits = engine.prefill(cache, ids, whole=True)
+        wanted = alone(engine := Engine(kv))
+        assert [answer.tokens for answer in together(engine, asked, counts)] == wanted
+        assert alone(Engine(kv, prefill_chunk=17)) == alone(Engine(kv, graphs=Tape())) == wanted
+        cache = engine.cache(asked[1], 40)
+        logits = engine.prefill(cache, asked[1], whole=True)
         cache.seal()
         sealed, answers = Snapshot(cache), []
         for seed in (1, 2, 1):
-            answers.append(engine.complete(cache, logits, prompt(5, seed=seed), began=0.0, max_new_tokens=new).tokens)
+            answers.append(engine.complete(cache, logits, prompt(5, seed=seed), began=0.0, max_new_tokens=30).tokens)
             sealed.restore()
         assert answers[0] == answers[2] != answers[1]
     if method.offloads:
         with attached(tiny("llama"), method, budget=budget, abilities=abilities, placement="host") as kv:
-            assert [Engine(kv).generate(ids, max_new_tokens=new).tokens for ids, new in asked] == alone
+            assert alone(Engine(kv)) == wanted
 
 
 @pytest.mark.tokens
@@ -330,8 +286,8 @@ def test_the_formula_says_what_is_held(name: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("name", sorted({*NAMES} - {*EVICTING}))
 def test_methods_that_do_not_evict_by_a_rule_of_their_own_refuse_by_name(name: str) -> None:
-    method = small(name)
-    with pytest.raises(ValueError, match=f"^{type(method).__name__} takes no evict_every={EVERY}, for "):
+    method, why = small(name), "it drops rows at times of its own" if name == "tova" else ""
+    with pytest.raises(ValueError, match=f"^{type(method).__name__} takes no evict_every={EVERY}, for {why}"):
         refuse(method, RANKED)
 
 
@@ -340,8 +296,3 @@ def test_scores_are_refused_of_methods_that_give_no_generated_token_any(method: 
     with pytest.raises(ValueError, match=f"^{type(method).__name__} takes no keep_generated, for it does not score"):
         refuse(method, (KeepScored(),))
     refuse(method, (KeepRandom(1),))
-
-
-def test_tova_keeps_its_own_times() -> None:
-    with pytest.raises(ValueError, match="TOVA takes no evict_every=12, for it drops rows at times of its own"):
-        refuse(TOVA(), RANKED)

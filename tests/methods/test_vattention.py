@@ -13,10 +13,11 @@ from scipy.stats import binomtest
 from torch import Tensor
 from torch.testing import assert_close
 
-from harness import Engine, RunningBatch, attached
+from harness import Engine, attached
 from kernels.dispatch import use_backend
 from methods.base import AttnInput
 from methods.vattention import VAttention
+from tests.batches import together
 from tests.methods.recorded import Recorded
 from tests.methods.synthetic import SHAPES, Sequences, Shape
 from tests.tape import Tape
@@ -110,11 +111,7 @@ def test_samples_that_the_budget_cuts_short_are_counted_in_each_place_in_batches
             if captured:
                 continue
             alone = [Engine(kv).generate(one, max_new_tokens=8).measured["capped_share"] for one in ids]
-            engine, batch = Engine(kv), RunningBatch(Engine(kv))
-            slots = [engine.join(batch, one, max_new_tokens=8) for one in ids]
-            while batch.sequences:
-                batch.step()
-            assert [slot.out.measured["capped_share"] for slot in slots] == alone
+            assert [answer.measured["capped_share"] for answer in together(Engine(kv), ids, 8)] == alone
             shares.append(sum(alone) / 2)
     assert 0 < shares[0] < 1
     assert shares == pytest.approx(shares[:1] * 6)

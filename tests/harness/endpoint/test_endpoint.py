@@ -341,11 +341,8 @@ def test_what_the_server_decides_is_refused(tmp_path: Path, served: Server, file
     with pytest.raises(SettingsError, match=r"generation.force_length is no word"):
         forced = GenerationSettings(force_length=True)
         run(tmp_path, Full(), NEEDLES, replace(model, engine=None), generation=forced)
-
-
-def test_commands_that_compute_with_weights_refuse_it(served: Server, files: HuggingFace) -> None:
-    with pytest.raises(SettingsError, match=r"behind a server.*model=hf"):
-        resolve(Settings(), Full(), endpoint(served, files).describe())
+    with pytest.raises(SettingsError, match=r"behind a server.*model=hf"):  # of commands that compute with weights
+        resolve(Settings(), Full(), model.describe())
 
 
 def test_a_wrong_name_or_address_is_a_sentence(tmp_path: Path, served: Server, files: HuggingFace) -> None:

@@ -39,6 +39,13 @@ PLACES = in_places("device", "host")
 QUICK = [("snapkv", "device"), *(place for place in PLACES if place[1] == "host")]
 
 
+def placed(on_cpu: list[tuple[str, str]]) -> pytest.MarkDecorator:
+    """Take some methods on a CPU, and all on a GPU."""
+    cases = [pytest.param("cpu", *place) for place in on_cpu]
+    cases += [pytest.param("cuda", *place, marks=ON_GPU) for place in PLACES]
+    return pytest.mark.parametrize(("device", "name", "placement"), cases)
+
+
 @cache
 def model_on(device: str, heads: tuple[int, int, int] | None = None) -> Any:
     if heads is None:
@@ -74,13 +81,7 @@ def counted(made: Generation) -> dict[str, float]:
     return {name: value for name, value in made.measured.items() if not name.endswith("_s_per_step")}
 
 
-@pytest.mark.parametrize(
-    ("device", "name", "placement"),
-    [
-        *(pytest.param("cpu", *place) for place in QUICK),
-        *(pytest.param("cuda", *place, marks=ON_GPU) for place in PLACES),
-    ],
-)
+@placed(QUICK)
 def test_a_graph_gives_the_tokens_of_single_launches(device: str, name: str, placement: str) -> None:
     """The second prompt, and a GPU's third, takes over the graph of the first, or the memory of the one before."""
     prompts, new = (2, 8) if device == "cpu" else (3, 12)
@@ -112,13 +113,7 @@ def test_heads_of_any_count_and_size_are_captured(heads: tuple[int, int, int], d
             assert captured.plain_steps is None
 
 
-@pytest.mark.parametrize(
-    ("device", "name", "placement"),
-    [
-        *(pytest.param("cpu", *place) for place in COMING),
-        *(pytest.param("cuda", *place, marks=ON_GPU) for place in PLACES),
-    ],
-)
+@placed(COMING)
 def test_sequences_join_and_leave_while_steps_are_captured(name: str, placement: str, device: str) -> None:
     how: dict[str, Any] = {"budget": 0.5, "placement": placement, "calibration": prompt(64, seed=9)}
     with attached(model_on(device), small(name), overlap=placement == "host", **how) as kv:

@@ -21,6 +21,7 @@ from harness.engine.pairing import Angles, Pairing
 from harness.engine.rotation import AT_ONCE, rotation_table
 from kernels.rope import halves, rotate, unrotate
 from methods.full import Full
+from tests.batches import together
 from tests.methods.test_contract import small
 from tests.tape import Tape
 from tests.tiny import BORDER, by_length, fresh, prompt, tiny
@@ -180,12 +181,8 @@ def test_captured_steps_take_their_angles_from_a_table(kind: str) -> None:
         engine.generate(text(60), max_new_tokens=2)  # the first answer is checked, so that its step is not kept
         captured = []
         for lengths in ((100,), (100, 83, 105), (97,), (110,), (90,), (108,), (101, 110, 70), (72, 104, 99)):
-            batch = RunningBatch(engine)
-            slots = [engine.join(batch, text(length), max_new_tokens=new) for length in lengths]
-            while batch.sequences:
-                batch.step()
-            for length, slot in zip(lengths, slots, strict=True):
-                assert slot.out.tokens == plain.generate(text(length), max_new_tokens=new).tokens
+            for length, made in zip(lengths, together(engine, [*map(text, lengths)], new), strict=True):
+                assert made.tokens == plain.generate(text(length), max_new_tokens=new).tokens
             captured.append(tape.captured)
     assert engine.plain_steps is None
     assert engine.forward is not None

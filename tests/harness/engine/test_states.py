@@ -26,6 +26,7 @@ from harness.models.layer_kinds import layer_kinds
 from harness.models.state_modules import state_modules
 from methods.base import Method
 from methods.full import Full
+from tests.batches import together
 from tests.harness.cachedattention.turns.test_caches import MB, Talk, plain, stored
 from tests.methods.test_contract import small
 from tests.tiny import STATEFUL, prompt, saved, tiny
@@ -56,12 +57,8 @@ def generated(family: str) -> list[list[int]]:
     return [by_loop(family, ids)[0] for ids in prompts()]
 
 
-def in_batch(engine: Engine, texts: Sequence[Tensor], new: int = NEW) -> list[list[int]]:
-    batch = RunningBatch(engine)
-    running = [engine.join(batch, text, max_new_tokens=new) for text in texts]
-    while batch.sequences:
-        batch.step()
-    return [one.out.tokens[0] for one in running]
+def in_batch(engine: Engine, texts: Sequence[Tensor]) -> list[list[int]]:
+    return [answer.tokens[0] for answer in together(engine, texts, NEW)]
 
 
 def padded(texts: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ from methods.full import Full
 from methods.kivi import Kivi
 from methods.shadowkv import ShadowKV
 from methods.tiers.codecs import codec_of
+from tests.batches import together as in_one_batch
 from tests.dispatched import operations
 from tests.methods.test_contract import QUICK, attach, small
 from tests.quick import slow_if
@@ -123,14 +124,11 @@ def launched(engine: Engine, count: int) -> dict[str, int]:
 def assert_together_as_alone(kv: Attachment, prompts: Sequence[Tensor], graphs: Tape | None) -> None:
     plain, engine = engine_of(kv), engine_of(kv, graphs=graphs)
     engine.forward.stores = graphs is not None  # as on a GPU
-    batch = RunningBatch(engine)
-    slots = [engine.join(batch, ids, max_new_tokens=6) for ids in prompts]
-    while batch.sequences:
-        batch.step()
+    answers = in_one_batch(engine, prompts, 6)
     assert (engine.one_by_one, engine.plain_steps) == (None, None)
-    for slot, ids in zip(slots, prompts, strict=True):
+    for made, ids in zip(answers, prompts, strict=True):
         alone = plain.generate(ids, max_new_tokens=6)
-        assert (slot.out.tokens, slot.out.measured) == (alone.tokens, alone.measured)
+        assert (made.tokens, made.measured) == (alone.tokens, alone.measured)
 
 
 @together
@@ -468,12 +466,8 @@ def test_members_with_hit_caches_get_the_same_and_move_no_more() -> None:
         plain = engine_of(kv)
         alone = [plain.generate(ids, max_new_tokens=6) for ids in prompts]
         for engine in (plain, engine_of(kv, graphs=Tape())):
-            batch = RunningBatch(engine)
-            slots = [engine.join(batch, ids, max_new_tokens=6) for ids in prompts]
-            while batch.sequences:
-                batch.step()
+            made.append(in_one_batch(engine, prompts, 6))
             assert (engine.one_by_one, engine.plain_steps) == (None, None)
-            made.append([slot.out for slot in slots])
     for one, *together in zip(alone, *made, strict=True):
         before = one.measured.pop("moved_bytes_per_step")
         for other in together:

@@ -86,12 +86,12 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     ],
 )
 def test_one_example_that_fails_does_not_end_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, error: type[Exception], says: str, shared: bool
+    tmp_path: Path, phase: str, error: type[Exception], says: str, shared: bool
 ) -> None:
     whole = run(tmp_path / "whole", Streaming(), shared_prefill=shared)
     ids = [record.id for record in whole.records]
-    monkeypatch.setattr(Moody, "at", {1: phase})
-    monkeypatch.setattr(Moody, "error", error)
+    Moody.at = {1: phase}
+    Moody.error = error
     finished = run(tmp_path, shared_prefill=shared)
     assert names(finished) == (sorted([ids[0], *ids[2:]]), [ids[1]])
     assert finished.failed[0].why.startswith(f"{error.__name__}: {says}")
@@ -105,16 +105,16 @@ def test_one_example_that_fails_does_not_end_a_run(
     assert tokens(again) == tokens(whole)
 
 
-def test_pairs_with_full_leave_out_what_failed_on_either_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_with_full_leave_out_what_failed_on_either_side(tmp_path: Path) -> None:
     ids = [record.id for record in run(tmp_path / "whole", Streaming()).records]
-    monkeypatch.setattr(Moody, "at", {1: "decode"})
+    Moody.at = {1: "decode"}
     finished = run(tmp_path, baseline="run")
     assert finished.full_folder is not None
     full = load(finished.full_folder)
     assert len(full.records) == 4
     others = [record.score for record in full.records if record.id != ids[1]]
     assert finished.summary["full"]["mean"] == sum(others) / len(others)
-    monkeypatch.setattr(Moody, "at", {})
+    Moody.at = {}
     reused = run(tmp_path, Streaming(sinks=5), baseline="reuse")
     assert reused.full_folder == full.folder
     # now Full lacks one that the method has
@@ -151,9 +151,9 @@ def test_of_a_batch_the_one_that_fails_is_named_and_the_others_run_on(
 
 @both
 def test_a_run_whose_examples_all_fail_ends_with_their_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shared: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], shared: bool
 ) -> None:
-    monkeypatch.setattr(Moody, "at", {0: "decode", 1: "start"})
+    Moody.at = {0: "decode", 1: "start"}
     task = niah(depths=2)
     with pytest.raises(ValueError, match="not today"):
         run(tmp_path, Moody(), task, shared_prefill=shared)
@@ -166,17 +166,15 @@ def test_a_run_whose_examples_all_fail_ends_with_their_error(
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_a_run_in_which_nothing_succeeds_ends_after_three_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
-) -> None:
-    monkeypatch.setattr(Moody, "at", dict.fromkeys(range(3 * batch), "start"))
+def test_a_run_in_which_nothing_succeeds_ends_after_three_batches(tmp_path: Path, batch: int) -> None:
+    Moody.at = dict.fromkeys(range(3 * batch), "start")
     task = niah(depths=9)
     with pytest.raises(ValueError, match="not today"):
         run(tmp_path, Moody(), task, batch=batch)
     (folder,) = tmp_path.iterdir()
     stored = load(folder)
     assert (stored.status, len(stored.records), len(stored.failed)) == ("failed", 0, 3 * batch)
-    monkeypatch.setattr(Moody, "at", dict.fromkeys(range(len(Moody.made) + 9 - 3 * batch, 99), "start"))
+    Moody.at = dict.fromkeys(range(len(Moody.made) + 9 - 3 * batch, 99), "start")
     again = run(tmp_path, Moody(), task, batch=batch)  # which tries last what failed, so that the others get their turn
     assert (again.status, len(again.records)) == ("complete", 9 - 3 * batch)
     assert {failed.id for failed in again.failed} == {failed.id for failed in stored.failed}
@@ -184,9 +182,9 @@ def test_a_run_in_which_nothing_succeeds_ends_after_three_batches(
 
 @both
 def test_however_many_fail_in_a_row_the_others_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shared: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], shared: bool
 ) -> None:
-    monkeypatch.setattr(Moody, "at", dict.fromkeys(range(1, 6), "decode"))
+    Moody.at = dict.fromkeys(range(1, 6), "decode")
     finished = run(tmp_path, Moody(), niah(depths=7), shared_prefill=shared)
     assert (finished.status, len(finished.records), len(finished.failed)) == ("complete", 2, 5)
     assert "complete with 5 failed; the same command tries them again" in capsys.readouterr().err
@@ -324,10 +322,10 @@ class _Cuda(RuntimeError):
 @both
 @pytest.mark.parametrize(("error", "batch"), [(_Cuda, 1), (_Cuda, 2), (OSError, 1), (torch.AcceleratorError, 1)])
 def test_what_no_other_example_survives_ends_a_run_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception], shared: bool, batch: int
+    tmp_path: Path, error: type[Exception], shared: bool, batch: int
 ) -> None:
-    monkeypatch.setattr(Moody, "at", {batch: "decode"})
-    monkeypatch.setattr(Moody, "error", error)
+    Moody.at = {batch: "decode"}
+    Moody.error = error
     with pytest.raises(error, match="not today") as raised:
         run(tmp_path, shared_prefill=shared, batch=batch)
     (folder,) = tmp_path.iterdir()
@@ -336,7 +334,7 @@ def test_what_no_other_example_survives_ends_a_run_at_once(
     text = one_sentence(raised.value)
     assert ("cannot use the GPU any more. Run the same command again" in text) == (error is not OSError)
     assert "\n" not in text
-    monkeypatch.setattr(Moody, "at", {})
+    Moody.at = {}
     assert len(run(tmp_path, shared_prefill=shared, batch=batch).records) == 4
 
 
@@ -415,9 +413,9 @@ def test_a_step_of_a_method_that_stops_being_finite_is_found_by_its_layer() -> N
         Engine(kv).generate(prompt(40), max_new_tokens=8)
 
 
-def test_jobs_with_one_prefill_fail_and_go_on_each_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_with_one_prefill_fail_and_go_on_each_by_itself(tmp_path: Path) -> None:
     """One lacks the second example then, and one the third: each of these is prefilled for one of them."""
-    monkeypatch.setattr(Moody, "at", {2: "absorb", 5: "absorb"})
+    Moody.at = {2: "absorb", 5: "absorb"}
     for failed, prefills in ((1, 8), (0, 10)):
         methods = Moody(sinks=4), Moody(sinks=5)
         wanted = [Job.plan(method, niah(), MODEL, settings(tmp_path, shared_prefill=True)) for method in methods]

@@ -101,6 +101,16 @@ def take_turn(attachment: Attachment, cache_spec: CacheSpec) -> None:
         engine.run(ids(2, 1).to(attachment.model.device), cache)
 
 
+def assert_nearly(kind: PreTrainedModel, of: ModelInfo, chunk: int | None) -> None:
+    """Hold the peak of a turn of Full on another model against its forecast."""
+    cache_spec = holder_of("full", chunk=chunk)
+    attachment = Attachment(kind, cache_spec.method)
+    with Allocations() as counted:
+        take_turn(attachment, cache_spec)
+    told = needed(of, cache_spec, [item()], loaded=True)
+    assert told.total - told.margin == pytest.approx(counted.peak, rel=0.1)
+
+
 def forecast(cache_spec: CacheSpec) -> MemoryForecast:
     return needed(info(), cache_spec, [item()] * cache_spec.settings.batch, loaded=True)
 

@@ -13,11 +13,10 @@ import pytest
 from harness.commands import report
 from harness.config.settings import OverflowSettings
 from harness.jobs import model_check
-from harness.jobs.memory import needed, size
+from harness.jobs.memory import size
 from harness.models.hub import HuggingFace
 from methods.full import Full
 from methods.snapkv import SnapKV
-from tests.allocations import Allocations
 from tests.fast import niah, run
 from tests.harness.jobs import test_forecast as forecast
 from tests.harness.jobs.test_questions import Balances
@@ -100,9 +99,4 @@ def test_conversations_store_their_states_and_compute_anew_what_is_cut(
 @pytest.mark.parametrize("family", every(4, STATEFUL))
 def test_the_peak_is_what_was_forecast(family: str, tmp_path: Path) -> None:
     """Most of it is what a module with a state holds while it reads the prompt."""
-    cache_spec, info = forecast.holder_of("full", chunk=700), saved(tiny(family), tmp_path).describe()
-    attachment = forecast.Attachment(tiny(family), cache_spec.method)
-    with Allocations() as counted:
-        forecast.take_turn(attachment, cache_spec)
-    told = needed(info, cache_spec, [forecast.item()], loaded=True)
-    assert told.total - told.margin == pytest.approx(counted.peak, rel=0.1)
+    forecast.assert_nearly(tiny(family), saved(tiny(family), tmp_path).describe(), 700)

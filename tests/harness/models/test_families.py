@@ -23,7 +23,6 @@ from harness.engine.attach import Attachment, attached
 from harness.engine.engine import Engine
 from harness.engine.hf import routed
 from harness.jobs.alignment import shapes
-from harness.jobs.memory import needed
 from harness.models.base import ModelError
 from harness.models.hub import HuggingFace
 from kernels.dispatch import use_backend
@@ -31,7 +30,6 @@ from methods.base import AttnInput, KVLayer, LayerWorkload
 from methods.full import Full
 from methods.infinigen import InfiniGen, InfiniGenRead
 from tests import families
-from tests.allocations import Allocations
 from tests.families import FAMILIES, METHODS, MORE, answers, attach, generated, method_of, model, prompts, source
 from tests.harness.bench.test_decode import options
 from tests.harness.jobs import test_forecast as forecast
@@ -179,14 +177,10 @@ def test_blocks_and_captured_steps_leave_layers_as_they_are_that_do_not_rotate(n
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
 @pytest.mark.parametrize("chunk", [None, 700])
 def test_the_peak_of_experts_is_what_was_forecast(family: str, chunk: int | None) -> None:
-    cache_spec, info = forecast.holder_of("full", chunk=chunk), source(family).describe()
+    info = source(family).describe()
     assert info.chosen_experts == 2
     assert info.inner_size == (FURTHER.get(family) or {}).get("moe_intermediate_size", 160)
-    attachment = forecast.Attachment(tiny(family), cache_spec.method)
-    with Allocations() as counted:
-        forecast.take_turn(attachment, cache_spec)
-    told = needed(info, cache_spec, [forecast.item()], loaded=True)
-    assert told.total - told.margin == pytest.approx(counted.peak, rel=0.1)
+    forecast.assert_nearly(tiny(family), info, chunk)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

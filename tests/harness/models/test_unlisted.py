@@ -14,6 +14,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as WHOLES
 
 from harness import Engine, attached, evaluate
 from harness.config.settings import Results, Settings
@@ -258,7 +259,7 @@ def test_a_model_that_the_engine_computes_otherwise_is_refused(
             evaluate(Full(), niah(), HuggingFace(str(folder)), dtype=dtype, results=Results(root=str(folder / "runs")))
 
 
-BY_CONFIG = {
+BY_CONFIG = {  # the last are of texts and images, by their text part
     "gemma2": r"caps its attention logits \(attn_logit_softcapping=50",
     "gemma3n_text": r"share keys and values \(num_kv_shared_layers=15",
     "deepseek_v3": r"latent attention, MLA\) \(kv_lora_rank=512",
@@ -271,14 +272,23 @@ BY_CONFIG = {
     "zamba2": "not built of decoder layers",
     "gpt2": "not built of decoder layers",
     "opt": "learned positions or ALiBi",
+    "internvl": "whose text part is Qwen2ForCausalLM: it is not read out of this whole",
+    "llava": "whose text part is LlamaForCausalLM: it is not read out of this whole",
+    "llama4": r"within chunks of the text \(attention_chunk_size=8192",
+    "kimi_k25": "latent attention, MLA",
+    "minimax_m3_vl": "an indexer of its own chooses",
+    "gemma3n": "share keys and values",
+    "glm4v": "Glm4vForConditionalGeneration .* continues no text",
 }
 
 
 @pytest.mark.parametrize("kind", BY_CONFIG)
 def test_a_checkpoint_is_refused_by_what_it_does(kind: str, tmp_path: Path) -> None:
-    others = {"t5": "T5ForConditionalGeneration", "bert": "BertForMaskedLM"}
-    config = AutoConfig.for_model(kind).to_dict()
-    config["architectures"] = [others.get(kind) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    others = {"t5": "T5ForConditionalGeneration", "bert": "BertForMaskedLM", "mllama": "MllamaForCausalLM"}
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | WHOLES | others
+    if kind not in names:
+        pytest.skip("needs a newer transformers")
+    config = AutoConfig.for_model(kind).to_dict() | {"architectures": [names[kind]]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=BY_CONFIG[kind]):
         HuggingFace(str(tmp_path), window=100).describe()
