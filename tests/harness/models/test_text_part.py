@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,12 @@ from methods.full import Full
 from methods.snapkv import SnapKV
 from tests.tiny import WHOLE, prompt, saved, whole
 
-Made = Callable[..., tuple[PreTrainedModel, Path]]
 
-
-@pytest.fixture
-def made(tmp_path: Path) -> Made:
-    """A whole with random weights, and the folder in which it is saved in the hub's layout."""
-
-    def make(name: str, **more: bool) -> tuple[PreTrainedModel, Path]:
-        model = whole(name, **more)
-        return model, Path(saved(model, tmp_path).name)
-
-    return make
+def made(name: str, folder: Path, *, tied: bool = False) -> PreTrainedModel:
+    """A whole with random weights that is saved in a folder, in the hub's layout."""
+    model = whole(name, tied=tied)
+    saved(model, folder)
+    return model
 
 
 def answered(folder: Path, ids: torch.Tensor, method: Any, chunk: int | None) -> list[int]:
@@ -48,12 +41,12 @@ def of_whole(model: PreTrainedModel, ids: torch.Tensor) -> list[int]:
 @pytest.mark.tokens
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", WHOLE)
-def test_a_text_part_gives_the_tokens_of_the_whole(name: str, tied: bool, made: Made) -> None:
-    (both, folder), ids = made(name, tied=tied), prompt(60)
+def test_a_text_part_gives_the_tokens_of_the_whole(name: str, tied: bool, tmp_path: Path) -> None:
+    both, ids = made(name, tmp_path, tied=tied), prompt(60)
     expected = of_whole(both, ids)
-    assert answered(folder, ids, Full(), 17) == answered(folder, ids, SnapKV(), None) == expected
-    info = HuggingFace(str(folder)).describe()
-    loaded = HuggingFace(str(folder)).load("fp32", "cpu").model
+    assert answered(tmp_path, ids, Full(), 17) == answered(tmp_path, ids, SnapKV(), None) == expected
+    info = HuggingFace(str(tmp_path)).describe()
+    loaded = HuggingFace(str(tmp_path)).load("fp32", "cpu").model
     assert (info.window, info.layer_windows, info.head_dim) == (4096, layer_kinds(loaded.config).windows, 16)
     assert info.architecture == type(loaded).__name__
     assert info.num_parameters == loaded.num_parameters()
@@ -67,15 +60,15 @@ FIRST["mistral3"] |= {r"^model\.(vision_tower|multi_modal)": r"\1"}
 
 
 @pytest.mark.parametrize("name", FIRST)
-def test_the_first_releases_layout_gives_the_same(name: str, made: Made) -> None:
+def test_the_first_releases_layout_gives_the_same(name: str, tmp_path: Path) -> None:
     """Also Qwen2.5-VL's config, which has no part about texts, and an older name of its rotation."""
-    (both, folder), ids = made(name), prompt(60)
-    tensors = load_file(folder / "model.safetensors")
+    both, ids = made(name, tmp_path), prompt(60)
+    tensors = load_file(tmp_path / "model.safetensors")
     for ours, theirs in FIRST[name].items():
         tensors = {re.sub(ours, theirs, key): tensor for key, tensor in tensors.items()}
     assert not any(key.startswith(("model.language", "model.visual", "model.vision")) for key in tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
     if name == "qwen2_5_vl":
         text = config.pop("text_config")
         kept = {key: value for key, value in text.items() if key not in ("model_type", "rope_parameters")}
@@ -83,5 +76,5 @@ def test_the_first_releases_layout_gives_the_same(name: str, made: Made) -> None
         config = kept | config | rope
     else:  # the first config does not say whether embeddings are tied
         del config["tie_word_embeddings"]
-    (folder / "config.json").write_text(json.dumps(config))
-    assert answered(folder, ids, Full(), None) == of_whole(both, ids)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert answered(tmp_path, ids, Full(), None) == of_whole(both, ids)
