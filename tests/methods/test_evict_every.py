@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -104,6 +104,50 @@ def test_rows_are_those_of_kvpress_on_random_layers(name: str, shape: Any, start
         assert sum(layer.attended) == now.shape[2]
         feed(s.at(0, position, position + 1), position + 1)
     assert rankings == STEPS // EVERY - (start == 20)
+
+
+@needs_kvpress
+def test_rows_are_those_of_kvpress_on_the_layers_of_a_model() -> None:
+    """One query votes, because kvpress rotates all that it has held to where the last one stands; nothing is pooled,
+    because it leaves rows in the order of their scores."""
+    from kvpress import DecodingPress, SnapKVPress
+
+    model, forced = tiny("llama"), prompt(STEPS, seed=5)
+    start = 30
+    press = SnapKVPress(window_size=1, kernel_size=1)
+    then, fed = DecodingPress(press, compression_interval=EVERY, target_size=BUDGET), [0, start]
+
+    def with_positions(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "cache_position": torch.arange(*fed)}
+
+    layers: Any = model.model.layers
+    hooks = [layer.self_attn.register_forward_pre_hook(with_positions, with_kwargs=True) for layer in layers]
+    try:
+        kept, counts = cast(Any, DynamicCache()), set[int]()
+        with torch.inference_mode(), then(model):
+            model.model(prompt(start), past_key_values=kept)
+            for token in forced[0]:
+                fed = [fed[1], fed[1] + 1]
+                model.model(token.view(1, 1), past_key_values=kept, position_ids=torch.tensor([[fed[0]]]))
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for layer in layers:
+            del layer.self_attn.rotary_emb
+    with attached(model, SnapKV(window=1, kernel=1), budget=BUDGET, abilities=RANKED) as kv:
+        engine, cache = Engine(kv), kv.cache(capacity=start + STEPS)
+        engine.prefill(cache, prompt(start), whole=True)
+        cache.seal()
+        for token in forced[0]:
+            engine.decode(token.view(1, 1), cache, None)
+        layers = zip(cache.method_layers, kept.layers, strict=True)
+        for own, one in layers:
+            mine, theirs = own.store.k[0], one.keys[0]
+            counts.add(mine.shape[1])
+            nearest = torch.cdist(theirs, mine, compute_mode="donot_use_mm_for_euclid_dist").min(2)
+            assert nearest.values.max() < 1e-4
+            assert torch.equal(nearest.indices.sort().values, torch.arange(mine.shape[1]).expand(len(mine), -1))
+    assert counts == {BUDGET + STEPS % EVERY}
 
 
 @pytest.mark.parametrize("name", mostly_slow(EVICTING, "snapkv", "h2o", "adakv", "pyramidkv", "streaming"))
