@@ -23,6 +23,8 @@ RELEASE = "0.5.5"
 INSTALL = f"pip install --no-deps kvpress=={RELEASE} 'cachetools<6' fire termcolor"
 RATIO = "compression_ratio"
 FROM_A_HUB = ("DuoAttentionPress", "KVzapPress", "LUKVPress", "QFilterPress")
+# classes that look at stored keys and values, and at no query
+BY_ROWS = ("KeyDiffPress", "KnormPress", "LagKVPress", "RandomPress", "StreamingLLMPress")
 # fields whose sums count tokens
 WINDOWS = ("window_size",), ("n_sink",), ("sink_size_start", "sink_size_end")
 # class -> the field that names a folder with weights

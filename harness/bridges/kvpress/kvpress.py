@@ -16,7 +16,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from harness.bridges.kvpress.building import KVPressError, build, check_mapping, set_ratio, windows
+from harness.bridges.kvpress.building import (
+    BY_ROWS,
+    KVPressError,
+    build,
+    check_mapping,
+    set_ratio,
+    windows,
+)
 from harness.bridges.kvpress.keep import PressEvict
 from harness.engine.hf import QueryProjection
 from harness.models.rope import Fixed
@@ -42,7 +49,6 @@ class KVPress(Method):
 
     # a layer's input is held until its seal; kvpress too compresses layer by layer
     closes_early = True
-    needs = (ROTATION, QUERIES)
 
     press: dict[str, Any] = field(default_factory=lambda: {"name": "ExpectedAttentionPress"})
 
@@ -55,6 +61,10 @@ class KVPress(Method):
         """Return the names of the modules that define a user's own presses; a run's identity
         contains a hash of their code."""
         return tuple(dict.fromkeys(_modules(self.press)))
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return () if self.press["name"] in BY_ROWS else (ROTATION, QUERIES)
 
     @cached_property
     def windows(self) -> int:
@@ -72,8 +82,11 @@ class KVPress(Method):
 
     def check_model(self, spec: LayerSpec) -> None:
         """Raise `KVPressError` if the press cannot be made or cannot run here. Presses norm and
-        rotate queries themselves, and know only rotations of a whole head in two halves."""
+        rotate queries themselves, and know only rotations of a whole head in two halves; those of
+        BY_ROWS need none of it."""
         build(self.press)
+        if self.press["name"] in BY_ROWS:
+            return
         projection = spec.project_query
         other = isinstance(projection, QueryProjection) and (
             projection.pairing.neighbours or projection.norms_whole or projection.finish
@@ -81,8 +94,8 @@ class KVPress(Method):
         if other or (spec.rotary_dim or spec.head_dim) < spec.head_dim:
             raise KVPressError(
                 "This model rotates a part of each head, or neighbouring channels together, or norms the queries of "
-                "all heads as one, or changes them after their rotation, which no press of kvpress can do: choose a "
-                "method that is not kvpress."
+                f"all heads as one, or changes them after their rotation, which {self.press['name']} cannot do: choose "
+                f"a method that is not kvpress, or one of {', '.join(BY_ROWS)}."
             )
 
     def cost(self, case: LayerWorkload) -> Cost:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from harness import Engine, attached
 from harness.bridges.kvpress.building import KVPressError, build, set_ratio
@@ -75,9 +75,9 @@ PRESSES: dict[str, dict[str, Any]] = CHOOSING | REWRITING | {"rerotated": {"name
 
 
 @cache
-def theirs(name: str, ratio: float) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+def theirs(name: str, ratio: float, architecture: str = "llama") -> list[tuple[Tensor, Tensor, Tensor | None]]:
     """Keys, values and masked places in every layer, after a press has hooked into transformers' own forward."""
-    press, model = build(PRESSES[name]), tiny("llama")
+    press, model = build(PRESSES[name]), model_of(architecture)
     set_ratio(press, ratio)
 
     def with_positions(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -99,6 +99,18 @@ def theirs(name: str, ratio: float) -> list[tuple[Tensor, Tensor, Tensor | None]
         for layer in layers:
             del layer.self_attn.rotary_emb
             vars(layer.self_attn).pop("masked_key_indices", None)
+
+
+@cache
+def model_of(architecture: str) -> PreTrainedModel:
+    others = UNLISTED | FINISHED
+    if architecture not in others:
+        return tiny(architecture)
+    model = fresh(architecture, **others[architecture])
+    for name, weight in model.named_parameters():
+        if name.endswith("key_layernorm.weight"):  # or all keys would have one norm, by which KnormPress ranks them
+            weight.data = torch.linspace(0.3, 3.0, len(weight))
+    return model
 
 
 def sealed(kv: Attachment, *, chunk: int | None = None, ids: Tensor = IDS) -> KVCache:
@@ -141,6 +153,19 @@ def test_a_press_keeps_what_it_keeps_behind_the_models_own_attention(name: str, 
                     assert_close(in_order(torch.cat(both, -1)), rows, atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("architecture", FINISHED)
+def test_a_press_that_looks_at_no_query_runs_where_queries_change_after_their_rotation(architecture: str) -> None:
+    for name in ("keydiff", "knorm", "lagkv", "streaming"):
+        wanted = theirs(name, ratio_for(LENGTH, round(BUDGET * LENGTH)), architecture)
+        with attached(model_of(architecture), KVPress(press=PRESSES[name]), budget=BUDGET) as kv:
+            for layer, kept in zip(sealed(kv).layers, wanted, strict=True):
+                for both, rows in zip(by_head(layer.store), rows_of(*kept), strict=True):
+                    apart = torch.cdist(torch.cat(both, -1), rows, compute_mode="donot_use_mm_for_euclid_dist")
+                    assert apart.shape == (60, 60)
+                    assert apart.min(0).values.max() < 1e-3
+                    assert apart.min(1).values.max() < 1e-3
+
+
 @pytest.mark.parametrize("architecture", ["llama", *HYBRID])
 def test_a_press_finds_the_rotation_of_its_layer(architecture: str) -> None:
     """Whichever way a model gives it: with each press that asks for it, and to the angle."""
@@ -158,11 +183,9 @@ def test_a_press_finds_the_rotation_of_its_layer(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", ["glm", "phi4", "olmo2", "ministral3"])
 def test_a_press_is_refused_where_it_would_compute_queries_otherwise_than_the_model(architecture: str) -> None:
-    others = UNLISTED | FINISHED
-    made = fresh(architecture, **others[architecture]) if architecture in others else tiny(architecture)
     with (
         pytest.raises(KVPressError, match=r"rotates a part of each head, .* or norms the queries of all heads as one"),
-        attached(made, KVPress(press=EXPECTED), budget=BUDGET),
+        attached(model_of(architecture), KVPress(press=EXPECTED), budget=BUDGET),
     ):
         pass
 
