@@ -37,17 +37,20 @@ class TriKeep(Keep, capturable=True, of_each={}):
     method: TriAttention
     whole = 0  # rows of a prompt that is not longer than the budget, which all stay
     mean: Tensor | None = None  # [B G S] fp32, in the first layer, until the last has chosen
+    ranked = 0  # tokens of the text for which `mean` was computed
 
     def __init__(self, policies: list[TriKeep]) -> None:
         self.policies = policies  # of all layers that evict, in their order
         policies.append(self)
 
     def keep(self, size: int) -> Tensor:
-        first = self.policies[0]
-        if self is first:
-            scores = [policy.scores() for policy in self.policies]
-            self.mean = torch.stack([x.to(scores[0].device) for x in scores]).mean(0)
-        assert first.mean is not None
+        first, length = self.policies[0], self.store.length
+        if first.mean is None or first.ranked != self.layer.seen:
+            # a layer that is timed alone (bench layer) has others beside it that hold nothing
+            filled = [policy for policy in self.policies if policy.store.length == length]
+            scores = [policy.scores() for policy in filled]
+            first.mean = torch.stack([x.to(scores[0].device) for x in scores]).mean(0)
+            first.ranked = self.layer.seen
         plan = Plan(self.whole, 0, size - self.whole)
         best = ops.top_k(first.mean.to(self.store.k.device), plan.top)
         if self is self.policies[-1]:

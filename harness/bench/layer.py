@@ -69,7 +69,8 @@ class LayerDecoding:
             prepared=method.prepare(specs, shape.observe()),
         )
         self.shape, self.position = shape, tokens - 1  # of the last token
-        self.layer: KVLayer = method.start(specs, CacheState(request))[INDEX]
+        self._all = method.start(specs, CacheState(request))  # a layer may look at the others
+        self.layer: KVLayer = self._all[INDEX]
         shape.fill([self.layer], tokens, attending=not method.dense_prefill)
         began = perf_counter()
         self.seal_s = seconds(self.layer.seal, shape.device)

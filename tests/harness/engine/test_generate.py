@@ -82,7 +82,7 @@ def test_turns_are_those_of_our_engine_and_sparse(name: str) -> None:
     assert cache.sealed
     whole = sum(TURNS) + 2 * NEW
     generated = [layer.attended.generated for layer in cache.layers]
-    assert max(generated) == NEW - 1
+    assert max(generated) <= NEW - 1
     assert min(generated) == NEW - 1 or ability(kv.method, CountedAnswer)  # which may drop generated tokens
     if name == "kvpress" or ability(kv.method, Repeat):
         return  # it compresses the first prompt alone
