@@ -63,8 +63,13 @@ def test_full_gives_generates_tokens(family: str, chunk: int | None) -> None:
 @pytest.mark.tokens
 @each_family
 @pytest.mark.parametrize("name", slow_if(lambda name: name not in QUICK, METHODS))
-def test_a_method_runs(family: str, name: str) -> None:
-    assert not families.faults(family, name)
+def test_a_method_runs_or_says_why_not(family: str, name: str) -> None:
+    """Hunyuan norms the keys that it has rotated, so that nobody can rotate them back."""
+    if family == "hunyuan_v1_dense" and name in (*MOVES, "streaming", "triattention"):
+        with pytest.raises(ValueError, match="must know how the model rotates keys by position"):
+            families.faults(family, name)
+    else:
+        assert not families.faults(family, name)
 
 
 @pytest.mark.parametrize("family", ["glm4", "phi4", "gemma3", "smollm3"])
