@@ -44,10 +44,10 @@ class TriKeep(Keep, capturable=True, of_each={}):
         policies.append(self)
 
     def keep(self, size: int) -> Tensor:
-        first, length = self.policies[0], self.store.length
+        first = self.policies[0]
         if first.mean is None or first.ranked != self.layer.seen:
             # a layer that is timed alone (bench layer) has others beside it that hold nothing
-            filled = [policy for policy in self.policies if policy.store.length == length]
+            filled = [policy for policy in self.policies if policy.store.length]
             scores = [policy.scores() for policy in filled]
             first.mean = torch.stack([x.to(scores[0].device) for x in scores]).mean(0)
             first.ranked = self.layer.seen

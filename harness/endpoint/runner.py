@@ -25,10 +25,9 @@ from harness.endpoint.requests import CHAT, PLAIN, Talk
 from harness.endpoint.source import Endpoint
 from harness.jobs.examples import PreparedExample, asked_tokenizer
 from harness.jobs.questions import Failed
-from harness.prompts.stops import StopRule
+from harness.jobs.replies import Rule, record_of, scored, stop_rule
 from harness.prompts.teacher import answer_ids
-from harness.prompts.thinking import ThoughtfulAnswer
-from harness.results.records import Record, Reply, made, whole
+from harness.results.records import Record
 from methods.tiers.tier import TIERS, bytes_key
 
 # last tokens of a prompt, and new tokens: a whole prompt would stay in a prefix cache
@@ -282,32 +281,15 @@ class EndpointRunner:
         output = json.dumps(joint) if turn.choices else repr(mean_nll(weights[0]))
         return Answer(output, list(given[0][:1]), [took], "forced", began, {})
 
-    def _rule(self, turn: PreparedExample) -> StopRule | ThoughtfulAnswer:
-        eos, example = self.tokenizer.eos_token_id, turn.example
-        ids = [eos] if isinstance(eos, int) else []
-        rule = StopRule(self.tokenizer, ids, example.stop, example.min_new_tokens)
-        return (
-            rule
-            if turn.thought is None
-            else ThoughtfulAnswer(turn.thought, rule, turn.answer_tokens)
-        )
+    def _rule(self, turn: PreparedExample) -> Rule:
+        eos = self.tokenizer.eos_token_id
+        return stop_rule(turn, self.tokenizer, [eos] if isinstance(eos, int) else [])
 
     def record(self, exchange: Exchange) -> Record:
         item, replies = exchange.item, list(self._replies(exchange))
-        facts = item.facts
-        known = {
-            "id": item.example.id,
-            "group": item.example.group,
-            "prompt_sha256": item.sha256,
-            **(whole([made(Reply, reply) for reply in replies]) if item.further else replies[0]),
-            **facts,
-            "warnings": [*facts["warnings"], *dict.fromkeys(exchange.warnings)],
-            "served": exchange.served,
-            "prompt_ids": [token for turn in item.turns for token in turn.prompt.ids]
-            if self.settings.results.save_prompts
-            else None,
-        }
-        return made(Record, known)
+        warnings = [*item.facts["warnings"], *dict.fromkeys(exchange.warnings)]
+        facts = {"warnings": warnings, "served": exchange.served}
+        return record_of(item, replies, facts, save_prompts=self.settings.results.save_prompts)
 
     def _replies(self, exchange: Exchange) -> Iterator[dict[str, Any]]:
         """Yield what is known of each turn, by the keys of a line, with its score."""
@@ -315,19 +297,11 @@ class EndpointRunner:
         for turn, example, answer, facts in zip(
             *turns, exchange.answers, exchange.facts, strict=True
         ):
-            rule = self._rule(turn)
-            score = self.task.score(example, answer.text)
             yield {
                 **UNSEEN,
-                "prompt_tokens": len(turn.prompt.ids),
+                **scored(self.task, turn, example, self._rule(turn), answer.text, answer.tokens),
                 "context_tokens": None,
-                "output": answer.text,
-                "tokens": answer.tokens,
                 "stop": answer.stop,
                 "token_s": answer.token_s,
-                "score": score.value if rule.answers(answer.tokens) else 0.0,
-                "details": dict(score.details),
-                "data": dict(example.data),
-                **rule.facts(answer.tokens),
                 **facts,
             }

@@ -32,12 +32,12 @@ from harness.jobs.histories import Histories, in_memory, opened
 from harness.jobs.likelihood import Likelihood, choices_output
 from harness.jobs.prefill import Prefilled, Usage
 from harness.jobs.questions import ContextSession, Failed, Transcript, let_go, refuse_to_go_on
+from harness.jobs.replies import Rule, record_of, scored, stop_rule
 from harness.models.base import LoadedModel
 from harness.models.devices import wait_for
-from harness.prompts.stops import StopRule
 from harness.prompts.teacher import Forced
 from harness.prompts.thinking import ThoughtfulAnswer
-from harness.results.records import Record, Reply, made, whole
+from harness.results.records import Record
 
 WARMUP_TOKENS = 4
 
@@ -332,30 +332,12 @@ class Runner:
         """Return the text of an answer, without what made it stop."""
         return self._rule(item).text(tokens)
 
-    def _rule(self, item: PreparedExample) -> StopRule | ThoughtfulAnswer:
-        example = item.example
-        rule = StopRule(
-            self.loaded.tokenizer, self.loaded.eos_ids, example.stop, example.min_new_tokens
-        )
-        return (
-            rule
-            if item.thought is None
-            else ThoughtfulAnswer(item.thought, rule, item.answer_tokens)
-        )
+    def _rule(self, item: PreparedExample) -> Rule:
+        return stop_rule(item, self.loaded.tokenizer, self.loaded.eos_ids)
 
     def record(self, transcript: Transcript) -> Record:
-        item, replies = transcript.item, list(self._replies(transcript))
-        ids = [token for turn in item.turns for token in turn.prompt.ids]
-        known = {
-            "id": item.example.id,
-            "group": item.example.group,
-            "prompt_sha256": item.sha256,
-            **(whole([made(Reply, reply) for reply in replies]) if item.further else replies[0]),
-            **item.facts,
-            **transcript.facts,
-            "prompt_ids": ids if self.settings.results.save_prompts else None,
-        }
-        return made(Record, known)
+        replies, save_prompts = list(self._replies(transcript)), self.settings.results.save_prompts
+        return record_of(transcript.item, replies, transcript.facts, save_prompts=save_prompts)
 
     def _replies(self, transcript: Transcript) -> Iterator[dict[str, Any]]:
         """Yield what is known of each turn, by the keys of a line, with its score."""
@@ -367,18 +349,11 @@ class Runner:
             output = repr(generation.nll[0]) if generation.nll else rule.text(tokens)
             if transcript.choices:
                 output = choices_output(transcript.choices)
-            score = self.task.score(example, output)
             yield {
-                "prompt_tokens": len(turn.prompt.ids),
+                **scored(self.task, turn, example, rule, output, tokens),
                 "context_tokens": self._context(item),
-                "output": output,
-                "tokens": tokens,
                 "stop": stop,
                 "token_s": generation.token_s,
-                "score": score.value if rule.answers(tokens) else 0.0,
-                "details": dict(score.details),
-                "data": dict(example.data),
-                **rule.facts(tokens),
                 **generation.facts,
                 **history,
             }
