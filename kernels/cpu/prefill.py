@@ -80,6 +80,8 @@ def _unfit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """Sum the attention that each key receives from the queries, q [B H T D], k [B G S D] ->
     [B H S], as kernels/windowed.py defines it."""
+    if q.shape[2] == 1:
+        return _logits_of_one(q, k, scale).softmax(-1)
     sums = q.new_zeros((*q.shape[:2], k.shape[2]), dtype=torch.float32)
     _run(q, k, None, None, sums, scale)
     return sums
@@ -115,8 +117,13 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, T
     """Compute `prefill_attention_with_column_sums` for a single query per sequence by the functions
     of a decode step, since packing keys and values would not pay for one query."""
     out, lse = decode.segment_attention_with_lse(q, [Segment(k, v)], scale)
-    logits = filled(scores.row_scores(q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]), k))
-    return out, logits.view(*q.shape[:2], -1).mul_(scale).sub_(lse.unsqueeze(-1)).exp_()
+    return out, _logits_of_one(q, k, scale).sub_(lse.unsqueeze(-1)).exp_()
+
+
+def _logits_of_one(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Return the logits of a single query per sequence, q [B H 1 D], k [B G S D] -> [B H S]."""
+    products = filled(scores.row_scores(q.reshape(q.shape[0], k.shape[1], -1, q.shape[3]), k))
+    return products.view(*q.shape[:2], -1).mul_(scale)
 
 
 def windowed_attention(
