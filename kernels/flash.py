@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.ragged import RAGGED, Ragged
-from kernels.reference import Segment
+from kernels.reference import NARROW, Segment
 
 _RETURNS_LSE = "return_softmax_lse" in signature(flash_attn_with_kvcache).parameters
 _WIDEST = 256  # channels of a head
@@ -33,6 +33,8 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def prefill_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
     if not q.is_cuda or q.dtype not in _DTYPES:
         return f"takes bfloat16 and float16 on a CUDA device, got {q.dtype} on {q.device}"
+    if v.shape[3] != k.shape[3]:
+        return NARROW.format(v.shape[3], k.shape[3])
     return None if q.shape[3] <= _WIDEST else f"takes heads up to {_WIDEST}, got {q.shape[3]}"
 
 
@@ -82,7 +84,9 @@ def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: flo
             return "gives all tokens one weight, got log-weights"
         if isinstance(segment.k, Ragged):
             return RAGGED
-    return prefill_attention_refuses(q, q, q, scale)
+        if reason := prefill_attention_refuses(q, segment.k, segment.v, scale):
+            return reason
+    return None
 
 
 segment_attention_with_lse_refuses = segment_attention_refuses

@@ -37,7 +37,7 @@ def attention_with_mean(
     lse = lse.view(batch, groups, both)
     read = lse[..., group:]
     every = torch.logaddexp(always.view(batch, groups, group), lses.logsumexp(-1))
-    out = outs.view(batch, groups, both, dim)[:, :, :group].reshape(batch, -1, 1, dim)
+    out = outs.view(batch, groups, both, -1)[:, :, :group].reshape(batch, groups * group, 1, -1)
     if sink_logits is not None:
         own = lse[..., :group].flatten(1)
         read, every = (

@@ -18,6 +18,9 @@ from kernels.ragged import Ragged, by_sequence, filled, with_sizes
 from kernels.rope import rotate
 from kernels.windowed import windowed_attention
 
+# why a backend refuses values with fewer channels than keys
+NARROW = "takes values as wide as keys, got {} and {} channels"
+
 
 class Segment(NamedTuple):
     """Name keys and values to attend to: all S tokens, or of each KV head (or each query head) only
@@ -35,7 +38,7 @@ class Segment(NamedTuple):
     sequence, instead of each tensor."""
 
     k: Tensor  # [B G S D]
-    v: Tensor  # [B G S D]
+    v: Tensor  # [B G S Dv]
     rows: Tensor | None = None  # [B G K] or [B H K], indices into S, no repeats
     live: Tensor | None = None  # [1] or [B], int64
     # fp32, [B G|H K] as `rows`, or [B G S] without `rows`; None: 0 everywhere
@@ -88,15 +91,15 @@ def without_missing(scores: Tensor, live: Tensor, value: float) -> Tensor:
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Compute causal attention of the last T of S tokens. q [B H T D], k, v [B G S D] ->
-    [B H T D]"""
+    """Compute causal attention of the last T of S tokens. q [B H T D], k [B G S D], v [B G S Dv] ->
+    [B H T Dv]"""
     return windowed_attention(q, k, v, scale, k.shape[2] - q.shape[2], k.shape[2])[0]
 
 
 @by_sequence
 def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
     """Attend from one token per sequence to the tokens of all segments together, under one softmax.
-    q [B H 1 D] -> [B H 1 D]"""
+    q [B H 1 D] -> [B H 1 Dv]"""
     return segment_attention_with_lse(q, segments, scale)[0]
 
 
@@ -105,7 +108,7 @@ def segment_attention_with_lse(
     q: Tensor, segments: Sequence[Segment], scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attend from one token per sequence to the tokens of all segments under one softmax, and
-    return the log-sum-exp of the softmax too, for `merge_attention`. q [B H 1 D] -> [B H 1 D],
+    return the log-sum-exp of the softmax too, for `merge_attention`. q [B H 1 D] -> [B H 1 Dv],
     [B H] (fp32)
 
     The query heads that read the same rows are folded into the token axis, so no key or value is
@@ -127,7 +130,7 @@ def segment_attention_with_lse(
     out = torch.bmm(weights[0], parts[0][1].flatten(0, 1).float())
     for weight, (_, v) in zip(weights[1:], parts[1:], strict=True):
         out = torch.baddbmm(out, weight, v.flatten(0, 1).float())
-    return out.view(batch, heads, 1, dim).to(q.dtype), joined.logsumexp(-1).view(batch, heads)
+    return out.view(batch, heads, 1, -1).to(q.dtype), joined.logsumexp(-1).view(batch, heads)
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:

@@ -14,12 +14,12 @@ _LEAST_QUERIES = 32
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Compute causal attention of the last T of S tokens. q [B H T D], k, v [B G S D] ->
-    [B H T D]"""
+    """Compute causal attention of the last T of S tokens. q [B H T D], k [B G S D],
+    v [B G S Dv] -> [B H T Dv]"""
     new, stored = q.shape[2], k.shape[2]
     if new == stored:
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:3], v.shape[3])
     seen = stored - new
     for queries, to in zip(
         *(x.split(max(_LEAST_QUERIES, _MASKED_AT_ONCE // stored), 2) for x in (q, out)), strict=True

@@ -21,7 +21,7 @@ def windowed_attention(
     key `first` + t. Return the attention, and the log of the sum that each softmax divides by, for
     `merge_attention`. A query that sees no key gets 0 and minus infinity.
 
-    q [B H T D], k, v [B G S D] -> [B H T D], [B H T] (fp32)"""
+    q [B H T D], k [B G S D], v [B G S Dv] -> [B H T Dv], [B H T] (fp32)"""
     outs, lses = [], []
     for logits, _, keys in _blocks(q, k, scale, first, window):
         lse = logits.logsumexp(-1)
@@ -59,7 +59,7 @@ def prefill_attention_with_column_sums(
     """Compute causal attention of the last T of S tokens together with its column sums, the
     attention that each key receives, so that the logits are computed once.
 
-    q [B H T D], k, v [B G S D] -> [B H T D], [B H S] (fp32)"""
+    q [B H T D], k [B G S D], v [B G S Dv] -> [B H T Dv], [B H S] (fp32)"""
     stored = k.shape[2]
     sums, outs = q.new_zeros(*q.shape[:2], stored, dtype=torch.float32), []
     for logits, _, keys in _blocks(q, k, scale, stored - q.shape[2], stored):

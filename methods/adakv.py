@@ -100,6 +100,7 @@ class AdaKV(SnapKV):
     best tokens hold."""
 
     policies = (AdaKeep,)
+    no_latents = "it shares a budget among KV heads, and latents are one"
     tunable = {**SnapKV.tunable, "floor": (0.0, 0.05, 0.2, 0.5)}
 
     floor: float = 0.2

@@ -358,6 +358,7 @@ class InfiniGen(PooledMethod):
     before, by its parameters. conf/method/infinigen.yaml explains each."""
 
     offloads = True
+    no_latents = "it skews the keys of each head, and all heads share one latent"
     asks_ahead = True
     takes = {KeptCodec: None}
     needs = (QUERIES,)

@@ -83,9 +83,8 @@ class InfLLMRead(Select, capturable=True):
         tokens, first = self.layer.spendable(), x.start
         # everything is local while the text is short
         self.n_local, reads = (self.layer.seen, 0) if tokens is None else self.method.spend(tokens)
-        out = torch.empty_like(
-            x.q.transpose(1, 2), memory_format=torch.contiguous_format
-        ).transpose(1, 2)
+        batch, heads, tokens, _ = x.q.shape
+        out = x.q.new_empty(batch, tokens, heads, x.v.shape[3]).transpose(1, 2)
         block = min(self.method.exc_block, self.n_local)
         for q, block_out in zip(x.q.split(block, dim=2), out.split(block, dim=2), strict=True):
             far_q = self._far_query(q, first)
@@ -347,9 +346,9 @@ class InfLLM(RotatingMethod):
         # keys moved, outside the blocks
         far = self.n_init + local - self.spend(case.budget)[0] + case.reserve
         chosen = costs.select(
-            case, Plan(self.n_init, local, top), representatives + far * case.row_bytes // 2
+            case, Plan(self.n_init, local, top), representatives + far * case.key_bytes
         )
-        return (chosen + shared).reading(chosen.read_bytes_per_step - far * case.row_bytes // 2)
+        return (chosen + shared).reading(chosen.read_bytes_per_step - far * case.key_bytes)
 
     def at_communication(self, share: float, head_dim: int) -> InfLLM:
         """Return this method with each block represented by a `share` of its tokens, so that

@@ -146,6 +146,7 @@ class Kivi(PolicyMethod):
     layer = KiviLayer
     uses_budget = False
     offloads = True
+    no_latents = "it writes keys by channels and values by tokens, and a latent is both"
     tunable = {
         "bits": (2, 4, 8),
         "group": (16, 32, 64),
@@ -182,4 +183,4 @@ class Kivi(PolicyMethod):
         return Cost(exact).reading(exactly) + costs.pool(case, self.codec, room, quantised)
 
     def check_model(self, spec: LayerSpec) -> None:
-        self.codec.check(spec.head_dim)
+        self.codec.check_layer(spec)

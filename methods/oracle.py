@@ -63,5 +63,5 @@ class Oracle(Windowed):
         if self.reads_whole(case):
             return costs.dense(case)
         plan = self.split(case.budget)
-        keys = case.sealed * case.row_bytes // 2  # it chooses by all of them, sinks and window too
+        keys = case.sealed * case.key_bytes  # it chooses by all of them, sinks and window too
         return costs.select(case, plan, index_bytes=0) + Cost().reading(keys)

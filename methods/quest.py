@@ -6,7 +6,8 @@ channel are kept. No key of a page can have a larger product with q than sum_c m
 
 Heads: the released evaluation chooses for each query head, even where heads share keys
 (`select_per=query_head`). The budget is then one query head's, and `read_positions` is the group's
-union, each row of which moves once. `kv_head` ranks by the largest bound of the group.
+union, each row of which moves once. `kv_head` ranks by the largest bound of the group. All query
+heads of latent attention (MLA) share one row, so they choose together, by their mean bound.
 
 The ends: `last_page` gives the prompt's last page one place without a comparison, as the CUDA code
 does with the page of the current token; `false` lets it compete, as in the evaluation code, which
@@ -68,7 +69,10 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
         whole = filled(scores)
         size = self.method.page_size
         last = (self.sealed - 1) // self.method.page_size
-        whole = whole.amax(2) if self.method.select_per == "kv_head" else whole.flatten(1, 2)
+        if self.method.by_query_head(self.spec):
+            whole = whole.flatten(1, 2)
+        else:
+            whole = whole.mean(2) if self.spec.values_in_keys else whole.amax(2)
         if not self.method.last_page:
             return leading(
                 ops.token_rows(ops.top_k(leading(whole, last + 1), top), size), top * size
@@ -162,6 +166,11 @@ class Quest(PolicyMethod):
     def smallest_budget(self) -> int:
         return self.min_pages * self.page_size
 
+    def by_query_head(self, spec: LayerSpec) -> bool:
+        """Return whether each query head of a layer chooses its own pages. The many that share latents
+        choose together, by the mean of their bounds."""
+        return self.select_per == "query_head" and not spec.values_in_keys
+
     def pages(self, budget: int, sealed: int) -> int:
         """Return how many whole pages a budget of `budget` tokens holds; all, if it covers the prompt."""
         return budget // self.page_size if budget < sealed else ceil(sealed / self.page_size)
@@ -179,13 +188,12 @@ class Quest(PolicyMethod):
             return costs.dense(case)
         pages = ceil(case.sealed / self.page_size)
         listed = read = min(case.sealed, self.pages(case.budget, case.sealed) * self.page_size)
-        if self.select_per == "query_head":
+        if self.by_query_head(case.spec):
             choices = 1 + (case.spec.group - 1) / 4
             read = round(case.sealed * (1 - (1 - read / case.sealed) ** choices))
             listed *= case.spec.group
-        held = Cost(case.dense_bytes + pages * case.row_bytes).reading(
-            (pages + read) * case.row_bytes
-        )
+        bounds = 2 * pages * case.key_bytes
+        held = Cost(case.dense_bytes + bounds).reading(bounds + read * case.row_bytes)
         return (
             held
             + costs.sent_away(case, case.sealed, read)

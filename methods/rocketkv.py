@@ -160,9 +160,9 @@ class RocketKV(SnapKV):
             return costs.dense(case)
         kept = self.keeps(case.budget, case.sealed)
         size, channels = self.pages(case.budget, kept, case.spec.head_dim)
-        bounds = ceil(kept / size) * case.row_bytes // (2 if size == 1 else 1)
+        bounds = ceil(kept / size) * case.key_bytes * (1 if size == 1 else 2)
         # of each channel one bound
-        scored = ceil(kept / size) * channels * case.row_bytes // (2 * case.spec.head_dim)
+        scored = ceil(kept / size) * channels * case.key_bytes // case.spec.head_dim
         read = case.budget * case.row_bytes + scored
         held = (costs.evict(replace(case, codec=None), kept) + Cost(bounds)).reading(read)
         return held + costs.sent_away(case, kept, case.budget)

@@ -178,7 +178,7 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
             self.u, self.basis, chunks, size, self.rope_table.cos, self.rope_table.sin
         )
         live = (chunks.sizes * size).on(chunks.device) if isinstance(chunks, Ragged) else None
-        values = coming().view(*keys.shape[:2], -1, keys.shape[3])[:, :, : keys.shape[2]]
+        values = coming().view(*keys.shape[:2], -1, self.spec.value_channels)[:, :, : keys.shape[2]]
         return Segment(filled(keys), values, live=live)
 
     def observe(self, x: AttnInput) -> None:
@@ -201,7 +201,7 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         """Allocate the cache of chunks on the device before the first step reads, and not earlier:
         the memory that compressing the prompt took is then free again."""
         if self.method.hit_cache and self.plan is not None and "held" not in vars(self):
-            self.begin(self.plan.top, self.store.k)
+            self.begin(self.plan.top, self.store.k, self.store.v)
 
     def state(self) -> dict[str, Tensor]:
         """Return what a further turn needs besides the store: the compressed chunks, that is their
@@ -275,6 +275,7 @@ class ShadowKV(RotatingMethod):
     on the device."""
 
     offloads = True
+    no_latents = "the latent is the low-rank key already, and its value is no tensor of its own"
     policies = (ShadowRead,)
     tunable = {
         "chunk": (2, 4, 8, 16),
@@ -351,7 +352,7 @@ class ShadowKV(RotatingMethod):
             return costs.dense(case) + costs.rope_table(case)
         plan, spec, size = self.plan(case.budget, case.sealed), case.spec, case.element_bytes
         # bytes of a chunk's, and tokens
-        values, top = case.row_bytes * self.chunk // 2, plan.top * self.chunk
+        values, top = (case.row_bytes - case.key_bytes) * self.chunk, plan.top * self.chunk
         rank = self.rank_of(case.sealed, spec.num_kv_heads * spec.head_dim)
         factors = rank * (plan.candidates * self.chunk + spec.num_kv_heads * spec.head_dim) * size
         selectable, ids = plan.candidates - plan.outliers, costs.INT64 * spec.num_kv_heads

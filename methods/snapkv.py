@@ -21,7 +21,7 @@ from kernels import ops
 from kernels.sink_logits import column_sums
 from methods.abilities.kept_codec import KeptCodec
 from methods.abilities.last_queries import LastQueries
-from methods.base import Cost, LayerWorkload, Plan
+from methods.base import Cost, LayerSpec, LayerWorkload, Plan
 from methods.layers import Policy, PolicyMethod, between_ends
 from methods.parts import costs
 from methods.pools import KVStore
@@ -106,6 +106,13 @@ class SnapKV(PolicyMethod):
     @property
     def smallest_budget(self) -> int:
         return self.window + 1
+
+    def check_model(self, spec: LayerSpec) -> None:
+        if self.select_per == "query_head" and spec.values_in_keys:
+            raise ValueError(
+                f"select_per=query_head would keep {spec.num_heads} copies of each latent, one per query head: leave "
+                "it at kv_head."
+            )
 
     def kept(self, case: LayerWorkload) -> int:
         """Return how many prompt tokens stay in the layer that `case` describes."""

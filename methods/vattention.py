@@ -17,7 +17,8 @@ sinks and window. With the default base sample of 9 tokens, 7.5 % have a larger 
 
 Heads: as in the released code, each query head chooses (`select_per=query_head`). `kv_head` ranks
 by the sum of a group's weights and draws for the head that needs most. The query heads of a group
-share their draws, so a KV head reads only a few rows more than one query head.
+share their draws, so a KV head reads only a few rows more than one query head. Latent attention
+(MLA) has one row for all query heads, so there they choose as under `kv_head`.
 
 Unlike the released code (sparse-attention-hub), s leaves out the top tokens, the quantile is
 two-sided, the base sample is a part of the sample, and a row that is drawn twice counts twice.
@@ -38,7 +39,7 @@ from torch import Tensor
 from kernels import ops
 from kernels.reference import Segment
 from methods.abilities.kept_codec import KeptCodec
-from methods.base import Cost, LayerWorkload, Plan
+from methods.base import Cost, LayerSpec, LayerWorkload, Plan
 from methods.layers import Select
 from methods.layers.layer import PolicyMethod
 from methods.layers.weights import ChoiceWeights, always_lse
@@ -70,9 +71,8 @@ class VAttentionRead(Select, capturable=True):
         logits, lses = ops.row_scores_with_lse(grouped, keys, self.spec.scale)
         always = always_lse(self.always_read(), grouped, self.spec)
         lse = torch.logaddexp(always, lses.logsumexp(-1)).unsqueeze(3)  # of the whole softmax
-        if (
-            self.method.select_per == "query_head"
-        ):  # one head alone, whose logits have the order of its weights
+        # one head alone, whose logits have the order of its weights
+        if self.method.by_query_head(self.spec):
             logits, always, lse = (x.flatten(1, 2).unsqueeze(2) for x in (logits, always, lse))
             best = ops.top_k(logits.squeeze(2), heavy)
         else:
@@ -177,6 +177,11 @@ class VAttention(PolicyMethod):
     def split(self, budget: int) -> Plan:
         return Plan(self.sinks, self.window, budget - self.sinks - self.window)
 
+    def by_query_head(self, spec: LayerSpec) -> bool:
+        """Return whether each query head of a layer chooses its own tokens. The many that share latents
+        choose together."""
+        return self.select_per == "query_head" and not spec.values_in_keys
+
     def top_of(self, chosen: int) -> int:
         """Return how many of the chosen tokens of a step are top tokens; the others may be drawn."""
         return int(chosen * self.top_ratio)
@@ -199,13 +204,13 @@ class VAttention(PolicyMethod):
             return costs.dense(case)
         plan = self.split(case.budget)
         among, heavy = case.sealed - plan.sinks - plan.local, self.top_of(plan.top)
-        if self.select_per == "query_head":
+        if self.by_query_head(case.spec):
             choices = 1 + (case.spec.group - 1) / 4
             heavy_rows = among * (1 - (1 - heavy / among) ** choices)
         else:
             heavy_rows = heavy
         drawn = (among - heavy_rows) * (1 - (1 - 1 / among) ** (plan.top - heavy))
-        keys = case.row_bytes // 2
+        keys = case.key_bytes
         index = Cost(among * keys if case.placement != "device" or case.codec is not None else 0)
         read = plan._replace(top=round(heavy_rows + drawn))
         return costs.select(case, read, index_bytes=0) + index.reading(case.sealed * keys)

@@ -274,7 +274,7 @@ def floor_s(decoding: Decoding, read_gb_s: float) -> float:
     model, specs = decoding.engine.model, decoding.engine.attachment.specs
     attended = sum(run.measured.get("attended_total") or 0.0 for run in decoding.last)
     rows = (
-        sum(2 * spec.num_kv_heads * spec.head_dim * attended for spec in specs)
+        sum(spec.num_kv_heads * spec.row_channels * attended for spec in specs)
         * model.dtype.itemsize
     )
     weights = sum(x.nbytes for x in model.parameters())

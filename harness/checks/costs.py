@@ -35,7 +35,7 @@ def measured(
         moved = cache.traffic.settle().total_bytes - before
         layers: list[Any] = cache.method_layers
         generated = sum(
-            layer.attended.generated * 2 * layer.spec.head_dim * itemsize * layer.heads
+            layer.attended.generated * layer.spec.row_channels * itemsize * layer.heads
             for layer in layers
         )
         read = round((tracer.bytes_read(cache) or generated) - generated)

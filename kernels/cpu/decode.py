@@ -11,7 +11,7 @@ from kernels.cpu.ffi import bindings
 from kernels.cpu.ffi.bindings import Function, elements, floats, int64s, integer, real
 from kernels.cpu.ffi.library import load
 from kernels.ragged import Ragged, first_of
-from kernels.reference import Segment
+from kernels.reference import NARROW, Segment
 
 
 class PackedSegment(bindings.Struct):
@@ -70,6 +70,8 @@ def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: flo
         return f"is not built for heads of {q.shape[3]} x {q.dtype}"
     for segment in segments:
         k, v = first_of(segment.k), first_of(segment.v)
+        if v.shape[3] != k.shape[3]:
+            return NARROW.format(v.shape[3], k.shape[3])
         if k.dtype != q.dtype or v.dtype != q.dtype:
             return f"takes one dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}"
         if k.stride(3) != 1 or v.stride(3) != 1:

@@ -10,7 +10,7 @@ from kernels.cpu import decode, scores
 from kernels.cpu.ffi.bindings import Function, Struct, elements, floats, integer, real
 from kernels.cpu.ffi.library import load
 from kernels.ragged import filled
-from kernels.reference import Segment
+from kernels.reference import NARROW, Segment
 
 
 class PrefillAttention(Struct):
@@ -70,6 +70,8 @@ def _unfit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return "needs AVX-512: torch's own attention is faster without"
     if q.shape[3] % 16:
         return f"needs a head size that 16 divides, got {q.shape[3]}"
+    if v.shape[3] != k.shape[3]:
+        return NARROW.format(v.shape[3], k.shape[3])
     if k.dtype != q.dtype or v.dtype != q.dtype:
         return f"takes one dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}"
     if any(x.stride(3) != 1 for x in (q, k, v)):

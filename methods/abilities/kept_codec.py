@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from methods.base import Ability, KVLayer, Method
+from methods.base import Ability, KVLayer, LayerSpec, Method
 from methods.layers.ability_state import AbilityState
 from methods.layers.layer import Layer
 from methods.pools import PerHeadPool, PerHeadStore
@@ -23,6 +23,9 @@ class KeptCodec(Ability):
 
     def error(self, method: Method, why: str) -> ValueError:
         return ValueError(f"{type(method).__name__} {why}: use it without one.")
+
+    def check_model(self, spec: LayerSpec) -> None:
+        self.codec.check_layer(spec)
 
     def start(self, layer: KVLayer) -> Encoding | None:
         assert isinstance(layer, Layer)

@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels import ops
 from kernels.sink_logits import column_sums
 from methods.abilities.bounded_answer import CountedBound
-from methods.base import Ability, KVLayer, Method
+from methods.base import Ability, KVLayer, LayerSpec, Method
 from methods.layers.ability_state import AbilityState
 from methods.layers.layer import Layer
 
@@ -42,6 +42,13 @@ class Merge(Ability):
         return ValueError(
             f"{name} takes no merge={self.rule}, for {why}: leave it out, or choose TOVA or R-KV."
         )
+
+    def check_model(self, spec: LayerSpec) -> None:
+        if spec.values_in_keys:
+            raise ValueError(
+                f"merge={self.rule} merges values and leaves keys alone, and in latent attention (MLA) one row is "
+                "both: leave it out."
+            )
 
     def start(self, layer: KVLayer) -> Merging:
         assert isinstance(layer, Layer)

@@ -44,7 +44,12 @@ class LayerWorkload:
     @property
     def row_bytes(self) -> int:
         """Return the bytes of K and V of one token in this layer, all KV heads together."""
-        return 2 * self.spec.num_kv_heads * self.spec.head_dim * self.element_bytes
+        return self.spec.num_kv_heads * self.spec.row_channels * self.element_bytes
+
+    @property
+    def key_bytes(self) -> int:
+        """Return the bytes of K of one token in this layer, all KV heads together."""
+        return self.spec.num_kv_heads * self.spec.head_dim * self.element_bytes
 
     @property
     def query_bytes(self) -> int:

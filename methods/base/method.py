@@ -52,6 +52,9 @@ class Ability:
         `why`."""
         return ValueError(f"{type(method).__name__} cannot have {self}, for {why}: leave it out.")
 
+    def check_model(self, spec: LayerSpec) -> None:
+        """Raise `ValueError` if this ability does not suit a model with layers like `spec`."""
+
     def start(self, layer: KVLayer) -> Any:
         """Return the policy that holds this ability's state in `layer`, a `Layer` that has seen no
         token and binds it; None if this ability needs none there."""
@@ -80,6 +83,9 @@ class Method(metaclass=_TupleForList):
     abilities: ClassVar[tuple[Ability, ...]] = ()
     # those that settings give it: None, or the reason for which it cannot have one
     takes: ClassVar[Takes] = {}
+    # why it means nothing where key and value of a token are one latent (`LayerSpec.values_in_keys`);
+    # None: it runs there
+    no_latents: ClassVar[str | None] = None
     # its own names for `sinks` and `recent_ratio`, if it has them
     window_names: ClassVar[Mapping[str, str]] = {}
     # parameter -> values that harness.tune tries; none changes what the budget limits
@@ -188,6 +194,16 @@ class Method(metaclass=_TupleForList):
         Methods that move nothing to choose tokens are returned as they are, unless that paper
         compensates them."""
         return self
+
+    def refuse_model(self, spec: LayerSpec) -> None:
+        """Raise `ValueError` if this method means nothing on a model with layers like `spec`, or if a
+        parameter does not suit it (`check_model`)."""
+        if spec.values_in_keys and self.no_latents is not None:
+            raise ValueError(
+                f"{type(self).__name__} does not run on latent attention (MLA), for {self.no_latents}: choose another "
+                "method, such as SnapKV or Quest."
+            )
+        self.check_model(spec)
 
     def check_model(self, spec: LayerSpec) -> None:
         """Raise `ValueError` if a parameter does not suit a model with layers like `spec`; no

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.ragged import Ragged
 from methods.budget import Budget
-from methods.tiers.codec import Codec
+from methods.tiers.codec import Codec, Plain
 from methods.tiers.pinned_memory import PinnedReservation
 from methods.tiers.rows import Place
 from methods.tiers.tier import DEVICE
@@ -54,10 +54,28 @@ class LayerSpec:
     rotary_dim: int | None = None
     unknown: tuple[str, ...] = ()  # what could not be found out of a model: ROTATION, QUERIES
     rope_like: int = 0  # the first of the method's layers that has this layer's `rope`
+    value_dim: int | None = None  # Dv, channels of a value; None: head_dim
+    # values are the last Dv channels of keys and are stored with them alone (latent attention)
+    values_in_keys: bool = False
 
     @property
     def group(self) -> int:
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def value_channels(self) -> int:
+        """Return Dv, the number of channels of a value."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def row_channels(self) -> int:
+        """Return how many numbers a KV head stores of a token, its key and its value."""
+        return self.head_dim + (0 if self.values_in_keys else self.value_channels)
+
+    @property
+    def plain(self) -> Plain:
+        """Return the codec that keeps tokens of this layer as they are."""
+        return Plain(self.value_dim, self.values_in_keys)
 
     def sinks_of(self, head: int | None = None) -> Tensor | None:
         """Return the sink logits (a learned logit per query head that takes part in the softmax
@@ -116,7 +134,7 @@ class AttnInput:
 
     q: Tensor  # [B H T D], rotated
     k: Tensor  # [B G T D], rotated; the new tokens only
-    v: Tensor  # [B G T D]
+    v: Tensor  # [B G T Dv]
     cos: Tensor  # [1|B T D]
     sin: Tensor  # [1|B T D]
     hidden: Tensor  # [B T E], the normalised input of the projections, which must not be kept

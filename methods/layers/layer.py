@@ -173,7 +173,7 @@ class Layer(Storage, capturable=True):
         heads, (prompt, generated) = self.request.batch * self.heads, self.attended
         if self.heads != self.spec.num_kv_heads:
             rows = None  # then each head has copies of its own
-        size = 2 * self.spec.head_dim * self.request.dtype.itemsize
+        size = self.spec.row_channels * self.request.dtype.itemsize
         listed = prompt * heads if rows is None else self._count(rows, 0, self.seen)
         read = (listed + generated * heads) * size
         if far is not None:

@@ -163,6 +163,8 @@ class Storage(KVLayer):
         reason = None
         if self.cache.counters.running:
             reason = "its policies' class lines say capturable or of_each: leave that out"
+        elif v is not None and self.spec.values_in_keys:
+            reason = "values are channels of this model's keys: write keys alone"
         elif self.method.rows_stay:
             reason = "it says rows_stay, so conversations would lose them: leave that out"
         elif isinstance(self.store, PerHeadStore):
@@ -172,8 +174,9 @@ class Storage(KVLayer):
                 f"{type(self.method).__name__} cannot write keys and values: {reason}."
             )
         self.check_rows("layer.write was given", rows, self.store.length, heads=(self.heads,))
-        wanted = *rows.shape, self.spec.head_dim
+        widths = {"k": self.spec.head_dim, "v": self.spec.value_channels}
         for name, x in (("k", k), ("v", v)):
+            wanted = *rows.shape, widths[name]
             if x is not None and x.shape != wanted:
                 raise ValueError(
                     f"In layer {self.spec.index} of {type(self.method).__name__}, layer.write was given {name} of "
@@ -234,8 +237,9 @@ class Storage(KVLayer):
 
     def contents(self) -> dict[str, Tensor]:
         """Return all stored tensors by name, as views where they lie: `k0`, `v0`, ... of the store
-        (one pair, or one per head if heads differ, and then decoded), those of the pool `far` as it
-        encoded them, and what is needed to know the tokens' positions."""
+        (one pair, or one per head if heads differ, and then decoded; keys alone if they hold values),
+        those of the pool `far` as it encoded them, and what is needed to know the tokens'
+        positions."""
         heads = (
             self._plain_heads()
             if isinstance(self.store, PerHeadStore)
@@ -244,7 +248,7 @@ class Storage(KVLayer):
         tensors = {
             f"{name}{head}": x
             for head, both in enumerate(heads)
-            for name, x in zip("kv", both, strict=True)
+            for name, x in zip(self._sides, both, strict=False)
         }
         if self.evicted:
             tensors["positions"] = self.stored_positions()
@@ -252,6 +256,12 @@ class Storage(KVLayer):
             tensors |= {f"{FAR}.{name}": x for name, x in self.far.held().items()}
             tensors[FIRST] = torch.tensor(self.first_far)
         return tensors | {"seen": torch.tensor(self.seen)}
+
+    @property
+    def _sides(self) -> str:
+        """Return the letters of what is stored of a token: its key, and its value if keys do not hold
+        it."""
+        return "k" if self.spec.values_in_keys else "kv"
 
     def _plain_heads(self) -> list[tuple[Tensor, Tensor]]:
         """Return all keys and values [S D] of every KV head with a store of its own, decoded, one
@@ -266,7 +276,8 @@ class Storage(KVLayer):
         """Restore, in a new layer that has seen no token, what `contents` of another layer
         returned."""
         heads = sum(name[:1] == "k" and name[1:].isdigit() for name in contents)
-        k, v = ([contents[f"{kind}{head}"] for head in range(heads)] for kind in "kv")
+        sides = [[contents[f"{side}{head}"] for head in range(heads)] for side in self._sides]
+        k, v = sides[0], sides[-1]
         seen = int(contents["seen"])
         far = {
             key.partition(".")[2]: x

@@ -35,8 +35,12 @@ class WindowLayer(KVLayer, capturable=True):
         self.window = spec.window
         request = self.request
         self.size = min(self.window, request.capacity)  # rows of the ring
-        shape = (2, request.batch, spec.num_kv_heads, self.size, spec.head_dim)
-        self.rows = torch.empty(shape, dtype=request.dtype, device=request.device)  # [2 B G W D]
+        shape = (request.batch, spec.num_kv_heads, self.size)
+        # keys and values, [B G W D] each
+        self.rows = [
+            torch.empty(*shape, width, dtype=request.dtype, device=request.device)
+            for width in (spec.head_dim, spec.value_channels)
+        ]
         self.written = 0  # tokens since the first row; counted round the ring, the next one's row
         self.seen = self.sealed = 0
 
@@ -50,9 +54,9 @@ class WindowLayer(KVLayer, capturable=True):
         """Attend as `methods.abilities.repeat.attend_again` says."""
         return self._attend(x.q, self._followed_by(x))
 
-    def _attend(self, q: Tensor, rows: Tensor) -> Tensor:
-        """Attend from the queries of the last of these rows [2 B G S D], q [B H T D], each to its
-        window."""
+    def _attend(self, q: Tensor, rows: Sequence[Tensor]) -> Tensor:
+        """Attend from the queries of the last of these keys and values [B G S D], q [B H T D], each
+        to its window."""
         k, v = rows
         scale, sinks = self.spec.scale, self.spec.sink_logits
         return sink_logits.windowed_attention(q, k, v, scale, self.window, sinks)
@@ -63,7 +67,8 @@ class WindowLayer(KVLayer, capturable=True):
     def decode(self, x: AttnInput) -> Tensor:
         self._refuse_misfit(x)
         row = self.cache.counters.positions(self.written, 1, x.k.device) % self.size
-        self.rows.index_copy_(3, row, torch.stack([x.k, x.v]))
+        for held, new in zip(self.rows, (x.k, x.v), strict=True):
+            held.index_copy_(2, row, new)
         self.written += 1
         self.seen += 1
         return sink_logits.segment_attention(
@@ -86,13 +91,13 @@ class WindowLayer(KVLayer, capturable=True):
         return read.expand(self.request.batch, self.spec.num_kv_heads, -1)
 
     def state(self) -> dict[str, Tensor]:
-        k, v = torch.cat(self._in_order(), 3)
+        k, v = (torch.cat(parts, 2) for parts in self._in_order())
         return {"k": k, "v": v, "seen": torch.tensor(self.seen)}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.seen = self.sealed = int(state["seen"])
         self.written = min(self.size, state["k"].shape[2])
-        self.rows = self._ring(torch.stack([state["k"], state["v"]]))
+        self.rows = self._ring((state["k"], state["v"]))
 
     def count_replayed(self, steps: int) -> None:
         self.written += steps
@@ -102,41 +107,38 @@ class WindowLayer(KVLayer, capturable=True):
         super().grow(more)
         size = min(self.window, self.request.capacity)
         if (rows := size - self.size) > 0:  # so nothing has left the ring yet
-            self.rows = pad(self.rows, (0, 0, 0, rows))
+            self.rows = [pad(held, (0, 0, 0, rows)) for held in self.rows]
             self.size = size
 
-    def _followed_by(self, x: AttnInput) -> Tensor:
-        """Return the keys and values of the window followed by those of `x`, [2 B G S D]."""
+    def _followed_by(self, x: AttnInput) -> list[Tensor]:
+        """Return the keys and values of the window followed by those of `x`, [B G S D] each."""
         older = self._in_order()
-        count = x.k.shape[2] + sum(part.shape[3] for part in older)
-        rows = x.k.new_empty(2, *x.k.shape[:2], count, x.k.shape[3])
-        for side, (out, new) in enumerate(zip(rows, (x.k, x.v), strict=True)):
-            torch.cat([*(part[side] for part in older), new], 2, out=out)
-        return rows
+        return [torch.cat([*parts, new], 2) for parts, new in zip(older, (x.k, x.v), strict=True)]
 
-    def _take(self, x: AttnInput) -> Tensor:
-        """Store a prompt chunk: its last tokens become the ring. Return keys and values [2 B G S D]
-        of the window before the chunk followed by the chunk, for its attention."""
+    def _take(self, x: AttnInput) -> list[Tensor]:
+        """Store a prompt chunk: its last tokens become the ring. Return keys and values, [B G S D]
+        each, of the window before the chunk followed by the chunk, for its attention."""
         self._refuse_misfit(x)
         rows = self._followed_by(x)
         self.seen += x.k.shape[2]
-        self.written = min(self.size, rows.shape[3])
+        self.written = min(self.size, rows[0].shape[2])
         self.rows = self._ring(rows)
         return rows
 
-    def _ring(self, rows: Tensor) -> Tensor:
-        """Return a new ring (memory for the window's rows, in which a decoded token replaces the
-        oldest) that begins with the last of these rows [2 B G S D]."""
-        ring = rows.new_empty(*rows.shape[:3], self.size, rows.shape[4])
-        ring[..., : self.written, :] = rows[..., rows.shape[3] - self.written :, :]
+    def _ring(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Return a new ring (memory for the window's keys and values, in which a decoded token
+        replaces the oldest) that begins with the last of these rows, [B G S D] of each."""
+        ring = [x.new_empty(*x.shape[:2], self.size, x.shape[3]) for x in rows]
+        for held, x in zip(ring, rows, strict=True):
+            held[:, :, : self.written] = x[:, :, x.shape[2] - self.written :]
         return ring
 
-    def _in_order(self) -> list[Tensor]:
-        """Return the rows of the ring, in which each decoded token replaces the oldest, in the
-        order of the text, in two parts: those from the oldest token to the end of the ring, and
+    def _in_order(self) -> list[tuple[Tensor, Tensor]]:
+        """Return keys, then values of the ring, in which each decoded token replaces the oldest, in
+        the order of the text, in two parts: those from the oldest token to the end of the ring, and
         those that stand before them in it."""
         oldest = self.written % self.size if self.written > self.size else 0
-        return [self.rows[..., oldest : self.written, :], self.rows[..., :oldest, :]]
+        return [(x[:, :, oldest : self.written], x[:, :, :oldest]) for x in self.rows]
 
     def _stored(self) -> Segment:
         """Return keys and values of the window. While steps are captured in a CUDA graph this is
@@ -145,7 +147,8 @@ class WindowLayer(KVLayer, capturable=True):
             k, v = self.rows
             live = self.cache.counters.tensor(self.written, k.device).clamp(max=self.size)
             return Segment(k, v, live=live)
-        return Segment(*self.rows[..., : self.written, :])
+        k, v = (x[:, :, : self.written] for x in self.rows)
+        return Segment(k, v)
 
     def _refuse_misfit(self, x: AttnInput) -> None:
         given = (x.k.shape[0], self.seen + x.k.shape[2])

@@ -9,6 +9,8 @@ can be read in the next step."""
 
 from __future__ import annotations
 
+from itertools import islice
+
 import torch
 from torch import Tensor
 
@@ -42,7 +44,10 @@ class BlockCache:
         # [B slots], what each place holds
         self.blocks = self.order[count - self.slots :].repeat(len(tokens.k), 1)
         rows = self._rows(self.blocks).clamp(max=store.length - 1)
-        self.kv = Segment(ops.gather_rows(tokens.k, rows), ops.gather_rows(tokens.v, rows))
+        keys, inside = ops.gather_rows(tokens.k, rows), store.spec.values_in_keys
+        values = keys[..., -tokens.v.shape[3] :] if inside else ops.gather_rows(tokens.v, rows)
+        self.kv = Segment(keys, values)
+        self.own = 1 if inside else 2  # tensors of `kv` that have memory of their own
         # what the next step will hold: places [B N], the blocks for them [B N], which are new, and their tokens
         self.coming: tuple[Tensor, Tensor, Tensor, Arrival[Segment]] | None = None
 
@@ -76,7 +81,8 @@ class BlockCache:
         groups = self.kv.k.shape[1]
         at, fresh = self._rows(places), new.repeat_interleave(self.size, 1)[:, None, :, None]
         to = places.unsqueeze(1).expand(-1, groups, -1)
-        for kept, loaded in zip(self.kv[:2], arrival.wait()[:2], strict=True):
+        both = zip(self.kv[:2], arrival.wait()[:2], strict=True)
+        for kept, loaded in islice(both, self.own):
             tokens = torch.where(fresh, loaded, ops.gather_rows(kept, at))
             by_block = kept.view(*kept.shape[:2], self.slots, -1)
             ops.put_rows(by_block, to, tokens.view(*to.shape, -1))

@@ -9,7 +9,7 @@ import torch
 
 from kernels.top_p import BITS, RANGE_BYTES
 from methods.base import Cost, LayerWorkload, Plan
-from methods.tiers.codec import PLAIN, Codec
+from methods.tiers.codec import Codec
 from methods.tiers.tier import DEVICE
 
 FP32, INT32, INT64 = 4, 4, 8  # bytes of an element
@@ -54,7 +54,7 @@ def estimates(case: LayerWorkload, tokens: int, read: int, always: int = 0) -> C
     key = case.spec.num_kv_heads * (case.spec.head_dim * BITS // 8 + RANGE_BYTES)
     if not case.estimated:
         return Cost()
-    return Cost(tokens * key).reading(read * key + always * case.row_bytes // 2)
+    return Cost(tokens * key).reading(read * key + always * case.key_bytes)
 
 
 def sent_away(case: LayerWorkload, tokens: int, read: int) -> Cost:
@@ -64,7 +64,7 @@ def sent_away(case: LayerWorkload, tokens: int, read: int) -> Cost:
     if case.placement == DEVICE and case.codec is None:
         return Cost(0)
     left = Cost(-tokens * case.row_bytes).reading(-read * case.row_bytes)
-    return left + pool(case, case.codec or PLAIN, tokens, read)
+    return left + pool(case, case.codec or case.spec.plain, tokens, read)
 
 
 def pool(case: LayerWorkload, codec: Codec, tokens: int, read: int) -> Cost:

@@ -36,14 +36,14 @@ class HitCache:
     total: int | PerSequence
     held: Tensor  # [B G K], `total` where nothing is held
     held_k: Tensor  # [B G K size*D]
-    held_v: Tensor  # [B G K size*D]
+    held_v: Tensor  # [B G K size*Dv]
 
-    def begin(self, count: int, like: Tensor) -> None:
-        """Allocate memory for `count` chunks of each KV head, and mark all places as empty. `like`
-        [B G S D] gives shape, dtype and device."""
-        self.held = torch.full((*like.shape[:2], count), self._none, device=like.device)
+    def begin(self, count: int, k: Tensor, v: Tensor) -> None:
+        """Allocate memory for `count` chunks of each KV head, and mark all places as empty. k and v
+        [B G S D] give shapes, dtype and device."""
+        self.held = torch.full((*k.shape[:2], count), self._none, device=k.device)
         self.held_k, self.held_v = (
-            like.new_zeros(*self.held.shape, self.size * like.shape[3]) for _ in "kv"
+            like.new_zeros(*self.held.shape, self.size * like.shape[3]) for like in (k, v)
         )
 
     @property
@@ -123,8 +123,8 @@ class HitCache:
         live = (
             (chunks.sizes * self.size).on(self.held.device) if isinstance(chunks, Ragged) else None
         )
-        dim = self.held_k.shape[3] // self.size
-        k, v = (x.view(*x.shape[:2], -1, dim) for x in (self.held_k, self.held_v))
+        held = (self.held_k, self.held_v)
+        k, v = (x.view(*x.shape[:2], -1, x.shape[3] // self.size) for x in held)
         return Segment(k, v, live=live)
 
 

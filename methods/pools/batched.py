@@ -93,6 +93,7 @@ class BatchedStore(KVStore):
                 head for store in stores if isinstance(store, PerHeadStore) for head in store.stores
             ]
             dead = dead and dead * self.heads
+        self.values_from = stores[0].values_from
         rows = [
             (k, v)
             for store in stores
@@ -109,7 +110,8 @@ class BatchedStore(KVStore):
         held = self._keys.shape[:2]
         rows = self.next_row().row.view(-1, 1, 1).expand(*held, 1)
         ops.put_rows(self._keys, rows, k.reshape(*held, *k.shape[2:]))
-        ops.put_rows(self._values, rows, v.reshape(*held, *v.shape[2:]))
+        if self.values_from is None:
+            ops.put_rows(self._values, rows, v.reshape(*held, *v.shape[2:]))
 
     def next_row(self) -> NextRow:
         return NextRow(
@@ -118,8 +120,9 @@ class BatchedStore(KVStore):
 
     def each(self, q: Tensor, attend: Attend) -> Tensor:
         """Return attend(q, this store, None), where the queries of KV heads with stores of their own
-        are those of different sequences. q [B H 1 D] -> [B H 1 D]"""
-        return attend(q.reshape(len(self._keys.parts), -1, *q.shape[2:]), self, None).view(q.shape)
+        are those of different sequences. q [B H 1 D] -> [B H 1 Dv]"""
+        folded = q.reshape(len(self._keys.parts), -1, *q.shape[2:])
+        return attend(folded, self, None).view(*q.shape[:3], -1)
 
     def count_written(self) -> None:
         """Do nothing: lengths are counted on the device, in `cache.counters`."""

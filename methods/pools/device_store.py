@@ -34,19 +34,37 @@ Attend = Callable[[Tensor, "KVStore", int | None], Tensor]
 class KVStore:
     """Hold keys and values in token order on the device, in memory that is allocated beforehand.
     The tensors do not move until `resize`, so a decode step that reads them can be captured in a
-    CUDA graph."""
+    CUDA graph. If values are channels of keys (`LayerSpec.values_in_keys`), keys alone are stored,
+    and what holds values is a view of them."""
 
     tier = DEVICE
     # steps append to them, and have changed no existing row
     steady: tuple[str, ...] = ("k_rows", "v_rows")
+    k_rows: Tensor
+    v_rows: Tensor
 
     def __init__(self, spec: LayerSpec, cache: CacheState, capacity: int) -> None:
         request = cache.request
-        shape = (request.batch, spec.num_kv_heads, capacity, spec.head_dim)
-        self.k_rows = DeviceRows.room(shape, request.dtype, Place(request.device))  # [B G C D]
-        self.v_rows = DeviceRows.room(shape, request.dtype, Place(request.device))
+        shape, place = (request.batch, spec.num_kv_heads, capacity), Place(request.device)
         self.cache, self.heads = cache, spec.num_kv_heads  # a token has so many rows of K and V
+        # the first channel of a key that belongs to its value; None: values have rows of their own
+        self.values_from = spec.head_dim - spec.value_channels if spec.values_in_keys else None
+        self._hold("k_rows", DeviceRows.room((*shape, spec.head_dim), request.dtype, place))
+        if self.values_from is None:
+            values = DeviceRows.room((*shape, spec.value_channels), request.dtype, place)
+            self._hold("v_rows", values)
         self.length = 0
+
+    def _hold(self, name: str, rows: Tensor) -> None:
+        """Hold `rows` as those of keys ("k_rows", [B G C D]) or of values ("v_rows", [B G C Dv])."""
+        setattr(self, name, rows)
+        if self.values_from is not None:
+            self.v_rows = self.k_rows[..., self.values_from :]
+
+    @property
+    def _own(self) -> tuple[str, ...]:
+        """Return the names of the tensors that have memory of their own."""
+        return ("k_rows", "v_rows") if self.values_from is None else ("k_rows",)
 
     @classmethod
     def holding(
@@ -67,7 +85,7 @@ class KVStore:
 
     @property
     def v(self) -> Tensor:
-        """Return a view [B G S D] of the stored values."""
+        """Return a view [B G S Dv] of the stored values."""
         return self.v_rows[:, :, : self.length]
 
     @property
@@ -78,7 +96,7 @@ class KVStore:
     @property
     def unused_bytes(self) -> int:
         """Return the bytes that are reserved for tokens to come."""
-        return sum(rows[:, :, self.length :].nbytes for rows in (self.k_rows, self.v_rows))
+        return sum(getattr(self, name)[:, :, self.length :].nbytes for name in self._own)
 
     def per_head(self) -> list[tuple[Tensor, Tensor]]:
         """Return a pair of keys and values [S D] for every KV head, one sequence after the
@@ -93,7 +111,8 @@ class KVStore:
         if k.shape[0] != batch or end > room:
             raise misfit((k.shape[0], end), (batch, room))
         self.cache.counters.write(k, self.k_rows, 2, self.length)
-        self.cache.counters.write(v, self.v_rows, 2, self.length)
+        if self.values_from is None:
+            self.cache.counters.write(v, self.v_rows, 2, self.length)
         self.length = end
 
     def next_row(self) -> NextRow | None:
@@ -123,7 +142,7 @@ class KVStore:
         `steady`."""
         for name in names:
             if name in self.steady:
-                setattr(self, name, getattr(self, name).clone())
+                self._hold(name, getattr(self, name).clone())
         self.steady = tuple(name for name in self.steady if name not in names)
 
     def keep_of_last(self, count: int, rows: Tensor) -> None:
@@ -134,9 +153,9 @@ class KVStore:
         if not start:
             self._move(self.k_rows.shape[2], lambda whole: ops.gather_rows(whole, rows))
             return
-        self._copy_once("k_rows", "v_rows")
+        self._copy_once(*self._own)
         end, self.length = self.length, start + rows.shape[2]
-        for x in (self.k_rows, self.v_rows):
+        for x in (getattr(self, name) for name in self._own):
             x[:, :, start : self.length] = ops.gather_rows(x[:, :, start:end], rows)
 
     def resize(self, room: int) -> None:
@@ -148,12 +167,12 @@ class KVStore:
         """Move what `of_stored` returns of the stored keys, and then of the values, [B G S D], to new
         memory for `capacity` tokens."""
         length = self.length
-        for name in ("k_rows", "v_rows"):
+        for name in self._own:
             kept = of_stored(getattr(self, name)[:, :, :length])
             shape = (*kept.shape[:2], capacity, kept.shape[3])
             moved = DeviceRows.room(shape, kept.dtype, Place(self.cache.request.device))
             moved[:, :, : kept.shape[2]] = kept
-            setattr(self, name, moved)
+            self._hold(name, moved)
             self.length = kept.shape[2]
 
     def count(self, more: int) -> Tensor:
@@ -248,9 +267,9 @@ class PerHeadStore(KVStore):
     def each(self, q: Tensor, attend: Attend) -> Tensor:
         """Call `attend` for every KV head of every sequence, with its own queries [1 g T D], its
         store and the number of the KV head. Return the results as one tensor, q [B H T D] ->
-        [B H T D]."""
+        [B H T Dv]."""
         queries = q.unflatten(1, (self.heads, -1)).flatten(0, 1).split(1)
         heads = cycle(range(self.heads))
         return torch.cat(
             [attend(*head) for head in zip(queries, self.stores, heads, strict=False)]
-        ).view(q.shape)
+        ).view(*q.shape[:3], -1)

@@ -13,7 +13,7 @@ from kernels.reference import Segment
 from methods.base import CacheState, LayerSpec
 from methods.base.pieces import pieces, tokens_at_once
 from methods.tiers.block import Tensors, named, tokens_in, unnamed
-from methods.tiers.codec import PLAIN, Codec, Encoded, Part
+from methods.tiers.codec import Codec, Encoded, Part, Plain
 from methods.tiers.rows import DeviceRows, MemoryRows, Rows, room_for, rows_in
 from methods.tiers.tier import DEVICE
 from methods.tiers.traffic import Traffic
@@ -36,7 +36,8 @@ class Pool:
         """Make room for `capacity` tokens of `spec.num_kv_heads` heads, in the tier that the
         request names, and in the request's codec unless `codec` is given."""
         request = cache.request
-        codec = codec or request.codec or PLAIN
+        codec = codec or request.codec or spec.plain
+        codec.check_layer(spec)
         self.spec, self.cache, self.capacity, self.codec = spec, cache, capacity, codec
         self.length = 0
         blocks = capacity // codec.block
@@ -131,7 +132,7 @@ class Pool:
 
     def channels(self, channels: Tensor) -> Tensor:
         """Return the chosen channels [B G r] of all keys on the device, as [B G r S]."""
-        assert self.codec == PLAIN
+        assert isinstance(self.codec, Plain)
         tokens, length = self._tokens[0], self.length
         return self.cache.fetch(lambda traffic: tokens.columns(channels, length, traffic)).wait()
 

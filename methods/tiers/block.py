@@ -1,9 +1,9 @@
 """Gives names to the tensors that hold keys and values of consecutive tokens, plain or encoded:
 what a pool returns and what a store of conversations keeps.
 
-In one layer `k` and `v` are rows as they are; `codes0`, `codes1`, ... have a row per token and
-`ranges0`, ... a row per group of tokens that a codec encoded together. The tokens that fill no
-group stay in `k` and `v`, after the others."""
+In one layer `k` and `v` are rows as they are (`k` alone where values are channels of keys);
+`codes0`, `codes1`, ... have a row per token and `ranges0`, ... a row per group of tokens that a codec
+encoded together. The tokens that fill no group stay in `k` and `v`, after the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from methods.tiers.codec import PLAIN, Codec, Encoded
+from methods.tiers.codec import Codec, Encoded, Plain
 
 K, V, CODES, RANGES = "k", "v", "codes", "ranges"
 FAR = "far"  # a part of the name of a tensor that lies away from the device and may stay there
@@ -64,8 +64,8 @@ class SplitRows:
 def named(codec: Codec, encoded: Encoded, tail: Sequence[Tensor] = ()) -> Tensors:
     """Return a codec's tensors by name: those with a row per token, those with a row per group,
     and, as `k` and `v`, the `tail`: plain keys and values of later tokens that fill no group."""
-    if codec == PLAIN:
-        return dict(zip((K, V), encoded.tokens, strict=True))
+    if isinstance(codec, Plain):
+        return dict(zip((K, V), encoded.tokens, strict=False))
     kinds = ((CODES, encoded.tokens), (RANGES, encoded.blocks))
     written = {f"{kind}{place}": x for kind, tensors in kinds for place, x in enumerate(tensors)}
     return written | dict(zip((K, V), tail, strict=False))
@@ -76,7 +76,7 @@ def unnamed(codec: Codec, held: Mapping[str, Tensor]) -> tuple[Encoded, Sequence
     codec has encoded and the plain keys and values of later tokens. Missing names give no
     tensors."""
     tail = [held[name] for name in (K, V) if name in held]
-    if codec == PLAIN:
+    if isinstance(codec, Plain):
         return Encoded(tuple(tail)), []
     kinds = (
         [x for name, x in sorted(held.items()) if name.startswith(kind)] for kind in (CODES, RANGES)

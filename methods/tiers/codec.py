@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -50,6 +50,19 @@ class Layout(NamedTuple):
         return sum(width * dtype.itemsize for width, dtype in self.blocks)
 
 
+class Widths(Protocol):
+    """Say how wide keys and values of a layer are (`LayerSpec`)."""
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def value_channels(self) -> int: ...
+
+    @property
+    def values_in_keys(self) -> bool: ...
+
+
 class Codec(ABC):
     """Encode keys and values in whole blocks of tokens, and decode them token by token. A codec is
     a value, as a method is: a frozen dataclass."""
@@ -61,6 +74,19 @@ class Codec(ABC):
 
     def check(self, head_dim: int) -> None:  # noqa: B027 (most codecs support every head size)
         """Raise `ValueError` if the codec does not support heads of `head_dim` channels."""
+
+    def check_layer(self, spec: Widths) -> None:
+        """Raise `ValueError` if the codec does not suit keys and values of a layer like `spec`."""
+        if spec.values_in_keys:
+            raise ValueError(
+                "It writes keys and values apart, and this model stores both as one latent per token: leave it out."
+            )
+        if spec.value_channels != spec.head_dim:
+            raise ValueError(
+                f"It writes values as wide as keys, and this model's have {spec.value_channels} channels and keys "
+                f"{spec.head_dim}: leave it out."
+            )
+        self.check(spec.head_dim)
 
     @abstractmethod
     def layout(self, head_dim: int, dtype: torch.dtype) -> Layout:
@@ -121,20 +147,26 @@ class Codec(ABC):
 
 @dataclass(frozen=True)
 class Plain(Codec):
-    """Keep keys and values as they are: the codec that encodes nothing."""
+    """Keep keys and values as they are: the codec that encodes nothing. `value_dim`: the channels of
+    a value, if they are not as many as those of a key. `in_keys`: values are the last channels of
+    keys, so that keys alone are written."""
+
+    value_dim: int | None = None
+    in_keys: bool = False
+
+    def check_layer(self, spec: Widths) -> None:
+        assert self.in_keys == spec.values_in_keys
 
     def layout(self, head_dim: int, dtype: torch.dtype) -> Layout:
-        return Layout(((head_dim, dtype),) * 2)
+        values = () if self.in_keys else ((self.value_dim or head_dim, dtype),)
+        return Layout(((head_dim, dtype), *values))
 
     def encode(self, k: Tensor, v: Tensor) -> Encoded:
-        return Encoded((k, v))
+        return Encoded((k,) if self.in_keys else (k, v))
 
     def decode(self, stored: Encoded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        k, v = stored.tokens
-        return k, v
-
-
-PLAIN = Plain()
+        k, *values = stored.tokens
+        return k, values[0] if values else k[..., -(self.value_dim or k.shape[-1]) :]
 
 
 class _Checked(Codec):

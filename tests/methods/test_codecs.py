@@ -14,7 +14,7 @@ from harness.engine.attach import attached
 from harness.engine.footprint import footprint
 from methods.abilities.kept_codec import KeptCodec
 from methods.base import Budget
-from methods.tiers.codec import PLAIN, Codec, FloatCodec, IntCodec
+from methods.tiers.codec import Codec, FloatCodec, IntCodec, Plain
 from methods.tiers.codecs import codec_of
 from tests.methods.test_contract import NAMES, assert_same, small
 from tests.tiny import prompt, tiny
@@ -75,7 +75,7 @@ def test_more_bits_are_closer(name: str) -> None:
 def test_what_evicting_methods_keep_may_be_encoded_without_loss(name: str) -> None:
     """Tokens that leave the store, as they are, change nothing: in two turns, with generated tokens that leave."""
     seen = []
-    for codec in (None, PLAIN):
+    for codec in (None, Plain()):
         with attached(tiny("llama"), small(name), budget=Budget(0.4, generated=5), codec=codec) as kv:
             cache = kv.cache(capacity=LENGTH + 60, batch=2)
             turns = [turn(kv, cache, prompt(length, batch=2), steps=8) for length in (LENGTH, 30)]

@@ -49,6 +49,7 @@ class KVPress(Method):
 
     # a layer's input is held until its seal; kvpress too compresses layer by layer
     closes_early = True
+    no_latents = "presses compute with the keys and values of each KV head"
 
     press: dict[str, Any] = field(default_factory=lambda: {"name": "ExpectedAttentionPress"})
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from harness.engine.footprint import footprint
 from methods.base import CacheState, LayerSpec, Request
 from methods.pools import Pool
-from methods.tiers.codec import PLAIN, Codec, IntCodec
+from methods.tiers.codec import Codec, IntCodec, Plain
 
 BATCH, HEADS, DIM, GROUP = 2, 2, 32, 8
 TIERS = ("device", "host", "disk")
-CODECS: dict[str, Codec] = {"plain": PLAIN} | {f"int{bits}": IntCodec(bits=bits, group=GROUP) for bits in (8, 4, 2)}
+CODECS: dict[str, Codec] = {"plain": Plain()} | {f"int{bits}": IntCodec(bits=bits, group=GROUP) for bits in (8, 4, 2)}
 LENGTHS = (3, GROUP - 1, GROUP, GROUP + 1, 5 * GROUP, 5 * GROUP + 3)
 EVERY = pytest.mark.parametrize(("tier", "codec"), list(product(TIERS, CODECS)))
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
