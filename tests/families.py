@@ -69,9 +69,14 @@ MORE = {  # that the suite takes with fewer methods, or by tests of their own
     "Jamba": "jamba",
     "Bamba": "bamba",
     "OLMo Hybrid": "olmo_hybrid",
+    "DeepSeek V2": "deepseek_v2",
+    "DeepSeek V3, R1; Kimi K2": "deepseek_v3",
+    "GLM-4.7-Flash": "glm4_moe_lite",
+    "Mistral 4": "mistral4",
+    "MiniCPM3": "minicpm3",
+    "Kimi Linear": "kimi_linear",
 }
 NONE_RUNS = {  # families that every method is refused on -> a kind that transformers builds of its own numbers
-    "DeepSeek V2, V3, R1; Kimi K2; GLM-4.7-Flash": "deepseek_v3",
     "DeepSeek V3.2, GLM-5": "deepseek_v32",
     "MiniMax-M3": "minimax_m3_vl_text",
     "Gemma 2": "gemma2",

@@ -96,6 +96,28 @@ STATEFUL: dict[str, dict[str, Any]] = {  # some of their layers keep a state in 
     "bamba": MAMBA | {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
     "olmo_hybrid": GDN,
 }  # fmt: skip
+MLA: dict[str, Any] = {
+    "kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 24,
+    "num_key_value_heads": 8,
+}  # fmt: skip
+ROUTED: dict[str, Any] = FEW | {
+    "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+YARN: dict[str, Any] = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+LATENT: dict[str, dict[str, Any]] = {  # keys and values of a token are one latent
+    "deepseek_v2": MLA | ROUTED | {"q_lora_rank": None, "topk_method": "greedy", "rope_parameters": YARN},
+    "deepseek_v3": MLA | ROUTED | {"rope_parameters": YARN},
+    "glm4_moe_lite": MLA | ROUTED | {"n_group": 1, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "mistral4": MLA | ROUTED | {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}},
+    "minicpm3": MLA,
+    "kimi_linear": MLA
+    | FEW
+    | {"num_hidden_layers": 4, "layer_types": 2 * ["linear_attention", "full_attention"], "linear_head_dim": 16}
+    | {"linear_num_heads": 4, "num_local_experts": 4, "mlp_layer_types": ["dense", *3 * ["sparse"]]},
+}
 IMAGES: dict[str, Any] = {
     "depth": 1, "num_heads": 2, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16,
     "intermediate_size": 16, "out_hidden_size": 128, "deepstack_visual_indexes": [0],
@@ -145,7 +167,7 @@ def tiny(architecture: str) -> PreTrainedModel:
 
 def fresh(architecture: str, **more: Any) -> PreTrainedModel:
     """A fresh model of `tiny`, or of another type that transformers knows, with `more` in its config."""
-    own = (ARCHITECTURES | PARTLY | FURTHER | STATEFUL).get(architecture, {})
+    own = (ARCHITECTURES | PARTLY | FURTHER | STATEFUL | LATENT).get(architecture, {})
     shape = {"model_type": architecture} | SHAPE | own | more
     config = AutoConfig.for_model(**shape, initializer_range=0.15)
     with torch.random.fork_rng(devices=[]):

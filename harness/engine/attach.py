@@ -101,7 +101,9 @@ class Attachment:
         self.model_specs = layer_specs(model)
         self.rotary = text_rotary(model)
         self.specs = whole_layers(self.model_specs)  # the layers that the method serves
-        method.check_model(self.specs[0])
+        method.refuse_model(self.specs[0])
+        for one in self.abilities:
+            one.check_model(self.specs[0])
         method.require_known(self.specs)
         self.prepared, self.prepare_s = self._prepare(self.options.calibration)
         self._unchecked = {"first", "further", "drop"}  # see `Checks`

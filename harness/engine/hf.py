@@ -34,6 +34,7 @@ from harness.engine.trial import LayerTrial, by_token, goes_by_token, trial, uns
 from harness.models import probe
 from harness.models.base import ORIGINAL, is_listed
 from harness.models.devices import current
+from harness.models.latents import Latent, is_latent, unexpanded
 from harness.models.layer_kinds import layer_kinds
 from harness.models.state_modules import Run, StateModule, called_by, state_modules
 from methods.base import AttnInput, LayerSpec
@@ -51,13 +52,14 @@ class _Call(NamedTuple):
     """Hold what the hook before an attention module knows and transformers does not pass to the
     attention function: the cache, the hidden states, cos and sin in the form of kernels/rope.py, and
     which channels the model rotates together. `layer`: the module's place among those that hold keys
-    and values."""
+    and values; `latent`: its weights, if it attends to latents."""
 
     cache: KVCache
     layer: int
     hidden: Tensor
     rotation: tuple[Tensor, Tensor]
     pairing: Pairing
+    latent: Latent | None
 
 
 def _attention(
@@ -110,11 +112,16 @@ def _attention(
         raise UnsupportedError(
             f"{type(module).__name__} passes s_aux, which this engine would ignore."
         )
+    if (latent := kv_call.latent) is not None:
+        query, (key, value) = latent.query(query), latent.rows(key, value)
     query, key = map(kv_call.pairing.in_halves, (query, key))
     x = AttnInput(query, key, value, *kv_call.rotation, kv_call.hidden, cache.num_tokens)
     with current(query.device):
+        out = cache.attend(kv_call.layer, x)
+        if latent is not None:
+            out = latent.output(out)
         # some models view it in another shape
-        return cache.attend(kv_call.layer, x).transpose(1, 2).contiguous(), None
+        return out.transpose(1, 2).contiguous(), None
 
 
 def _mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
@@ -147,6 +154,7 @@ def _advance_state(found: StateModule, run: Run, hidden: Tensor, cache: object) 
 def _before_attention(
     layer: int,
     pairing: Pairing,
+    latent: Latent | None,
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -160,11 +168,11 @@ def _before_attention(
         )
     cache._hooked = module.layer_idx  # type: ignore[assignment]
     hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-    given = kwargs.get("position_embeddings")
+    given = probe.as_pair(kwargs.get("position_embeddings"))
     if given is None:
         given = unturned(hidden, pairing.width)
     rotation = _rotation(module, pairing, given)
-    return args, {**kwargs, "kv_call": _Call(cache, layer, hidden, rotation, pairing)}
+    return args, {**kwargs, "kv_call": _Call(cache, layer, hidden, rotation, pairing, latent)}
 
 
 class _Forwards:
@@ -242,13 +250,15 @@ def routed(model: PreTrainedModel, prepare: PrepareCall | None = None) -> Iterat
         undo.enter_context(in_place(model, rotary))
         pairing, modules = channel_pairing(model), attention_modules(model)
         undo.enter_context(called_by(state_modules(model), _advance_state))
+        undo.enter_context(unexpanded(modules))
+        latents = [Latent(module) if is_latent(module) else None for module in modules]
         forwards = _Forwards(prepare, rotary)
         for hook in (
             *(
                 module.register_forward_pre_hook(
-                    partial(_before_attention, layer, pairing), with_kwargs=True
+                    partial(_before_attention, layer, pairing, latent), with_kwargs=True
                 )
-                for layer, module in enumerate(modules)
+                for layer, (module, latent) in enumerate(zip(modules, latents, strict=True))
             ),
             model.register_forward_pre_hook(forwards.before, with_kwargs=True),
             model.register_forward_hook(forwards.after, with_kwargs=True),
@@ -263,7 +273,8 @@ def channel_pairing(model: PreTrainedModel) -> Pairing:
     methods could not undo its rotation; a model whose class is not listed is tried first, and has
     `Pairing(0)` then."""
     modules: list[Any] = attention_modules(model)
-    rotary = rotary_of(model, modules[0].head_dim)
+    turning = _turning(modules[0])
+    rotary = rotary_of(model, turning)
     asked = Rotary(rotary, modules[0], next(model.parameters()).device, Pairing(0))
     listed = is_listed(model)
     pairing: Pairing | None = None
@@ -271,13 +282,13 @@ def channel_pairing(model: PreTrainedModel) -> Pairing:
         pairing = (
             Pairing(rotary.width)
             if isinstance(rotary, NoRotary)
-            else pairing_of(modules[0], asked.as_given, modules[0].head_dim)
+            else pairing_of(modules[0], asked.as_given, turning)
         )
     except UnsupportedError:
         if listed:
             raise
     if not listed and modules[0] not in _TRIED:
-        projections = [QueryProjection(module, model, pairing or Pairing(0)) for module in modules]
+        projections = [projection(module, model, pairing or Pairing(0)) for module in modules]
         _TRIED.update(zip(modules, trial(model, pairing, projections), strict=True))
         stateful = state_modules(model)
         _BY_TOKEN.update({x.module for x in stateful if goes_by_token(model, x)})
@@ -297,22 +308,21 @@ def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
     (methods/layers/window.py)."""
     modules: list[Any] = attention_modules(model)
     windows, pairing = layer_kinds(model.config).windows, channel_pairing(model)
-    rotary = rotary_of(model, modules[0].head_dim)
+    rotary = rotary_of(model, _turning(modules[0]))
     kinds = [(rotates(module), getattr(module, "layer_type", None)) for module in modules]
     return [
         LayerSpec(
             index=index,
             num_layers=len(modules),
             num_heads=model.config.num_attention_heads,
-            num_kv_heads=model.config.num_attention_heads // module.num_key_value_groups,
-            head_dim=module.head_dim,
+            **_divided(module, model.config.num_attention_heads),
             scale=module.scaling,
             rope=Rotary(rotary, module, next(model.parameters()).device, pairing),
             rotary_dim=pairing.width or None,
             unknown=_TRIED[module].unknown if module in _TRIED else (),
             device=next(module.parameters()).device,
-            project_query=(projection := QueryProjection(module, model, pairing)),
-            finish_query=projection.finish,
+            project_query=(project := projection(module, model, pairing)),
+            finish_query=project.finish,
             window=window,
             sink_logits=None
             if (sinks := getattr(module, "sinks", None)) is None
@@ -321,6 +331,23 @@ def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
         )
         for index, (module, window) in enumerate(zip(modules, windows, strict=True))
     ]
+
+
+def _turning(module: Any) -> int:
+    """Return the channels of an attention module's heads among which those are that it rotates."""
+    return module.qk_rope_head_dim if is_latent(module) else module.head_dim
+
+
+def _divided(module: Any, heads: int) -> dict[str, Any]:
+    """Return the fields of `LayerSpec` that say how an attention module with so many query heads
+    divides its keys and values."""
+    if is_latent(module):
+        latent = Latent(module)
+        width = latent.rotated + latent.channels
+        return dict(num_kv_heads=1, head_dim=width, value_dim=latent.channels, values_in_keys=True)
+    values = _TRIED[module].value_dim if module in _TRIED else None
+    groups = heads // module.num_key_value_groups
+    return dict(num_kv_heads=groups, head_dim=module.head_dim, value_dim=values)
 
 
 def rotates(module: Any) -> bool:
@@ -375,7 +402,7 @@ class Rotary:
         """Return cos and sin of positions [P] in the form in which the model computes them."""
         like = torch.empty(0, dtype=torch.float32, device=self.device)
         asked = grid(self.rotary, positions.to(self.device).unsqueeze(0))
-        return self.rotary(like, asked, *self.kind)
+        return probe.as_pair(self.rotary(like, asked, *self.kind))
 
 
 def _rotation(module: Any, pairing: Pairing, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -416,6 +443,36 @@ class QueryProjection:
         if self.norm is not None and not self.norms_whole:
             q = self.norm(q)
         return self.pairing.in_halves(q.transpose(1, 2))
+
+
+class LatentProjection:
+    """Compute queries of rotated channels and latents before their rotation, [B T E] -> [B H T R+C],
+    of a module of latent attention (harness/models/latents.py)."""
+
+    def __init__(self, module: nn.Module, pairing: Pairing) -> None:
+        self.module: Any = module
+        self.latent, self.finish = Latent(module), _after_rotation(module)
+        # DeepSeek-V3's rotation takes neighbours and leaves halves
+        neighbours = pairing.neighbours or getattr(module.config, "rope_interleave", False)
+        self.pairing = pairing._replace(neighbours=neighbours)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        module = self.module
+        if module.q_lora_rank is None:
+            q = module.q_proj(hidden)
+        else:
+            q = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(hidden)))
+        by_head = q.view(*hidden.shape[:2], module.num_heads, -1).transpose(1, 2)
+        return self.pairing.in_halves(self.latent.query(by_head))
+
+
+def projection(
+    module: nn.Module, model: PreTrainedModel, pairing: Pairing
+) -> QueryProjection | LatentProjection:
+    """Return what computes the queries of an attention module before their rotation."""
+    if is_latent(module):
+        return LatentProjection(module, pairing)
+    return QueryProjection(module, model, pairing)
 
 
 def _after_rotation(module: Any) -> Callable[[Tensor, Tensor], Tensor] | None:

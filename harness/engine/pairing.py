@@ -24,6 +24,7 @@ from harness.engine.cache import UnsupportedError
 from kernels.rope import halves, rotate
 
 FUNCTION = "apply_rotary_pos_emb"  # transformers' name for it in the file of each model
+COMPLEX = "apply_rotary_emb"  # and of the one that takes complex numbers (DeepSeek-V2)
 POSITIONS = (1, 7, 77)  # at which a model is asked how it rotates
 
 
@@ -84,7 +85,11 @@ def _turned(attention: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor
     """Return x [1 1 P D] as the file that defines `attention` rotates queries, or None if it has no
     function for that. A model that hands this function only the channels that turn gets those."""
     files = (sys.modules.get(kind.__module__) for kind in type(attention).__mro__)
-    apply: Any = next((getattr(file, FUNCTION) for file in files if hasattr(file, FUNCTION)), None)
+    named = [vars(file) for file in files if file is not None]
+    turn: Any = next((names[COMPLEX] for names in named if COMPLEX in names), None)
+    if turn is not None and x.shape[-1] == 2 * cos.shape[-1]:
+        return turn(x, x, torch.complex(cos, sin))[0]
+    apply: Any = next((names[FUNCTION] for names in named if FUNCTION in names), None)
     if apply is None:
         return None
     for width in (x.shape[-1], cos.shape[-1]):

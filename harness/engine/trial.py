@@ -20,7 +20,7 @@ from harness.engine.rotation import grid, own_rotary, unturned
 from harness.engine.states import fresh_states
 from harness.models.base import WINDOW
 from harness.models.layer_kinds import layer_kinds
-from harness.models.probe import Call, ProbeError, probe
+from harness.models.probe import Call, ProbeError, as_pair, probe
 from harness.models.state_modules import Run, StateModule
 from kernels.rope import rotate, unrotate
 from methods.base.request import QUERIES, ROTATION
@@ -34,6 +34,7 @@ class LayerTrial(NamedTuple):
 
     rotates: bool
     unknown: tuple[str, ...] = ()  # as in `LayerSpec`
+    value_dim: int | None = None
 
 
 class Projection(Protocol):
@@ -68,9 +69,14 @@ def trial(
     finally:
         if rotary is not None:
             decoder.rotary_emb = rotary
-    return [
+    tried = [
         _tried(call, pairing, project, torch.tensor(places))
         for call, project in zip(calls, projections, strict=True)
+    ]
+    widths = [(call.heads.value_dim, call.heads.head_dim) for call in calls]
+    return [
+        found._replace(value_dim=None if values == keys else values)
+        for found, (values, keys) in zip(tried, widths, strict=True)
     ]
 
 
@@ -91,7 +97,9 @@ def _looks_ahead(rotary: Any, places: Sequence[int]) -> bool:
     asked = grid(rotary, torch.tensor([places], device=device))
     for kind in getattr(rotary, "layer_types", None) or [None]:
         more = () if kind is None else (kind,)
-        alone, among = (plain(rotary, like, part, *more) for part in (asked[..., 1:2], asked))
+        alone, among = (
+            as_pair(plain(rotary, like, part, *more)) for part in (asked[..., 1:2], asked)
+        )
         if not all(
             _alike(own, all_at_once[:, 1:2]) for own, all_at_once in zip(alone, among, strict=True)
         ):

@@ -120,7 +120,13 @@ def shapes(info: ModelInfo, device: str | None = None) -> list[LayerSpec]:
     heads = (info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim, info.head_dim**-0.5)
     sinks = torch.zeros(info.num_heads) if info.sink_logits else None
     place = None if device is None else torch.device(device)
-    more: dict[str, Any] = {"sink_logits": sinks, "device": place, "rotary_dim": info.rotary_dim}
+    more: dict[str, Any] = {
+        "sink_logits": sinks,
+        "device": place,
+        "rotary_dim": info.rotary_dim,
+        "value_dim": info.value_dim,
+        "values_in_keys": info.values_in_keys,
+    }
     likes = [
         info.still_layers[0] if index in info.still_layers else -1
         for index in range(info.num_layers)

@@ -97,7 +97,10 @@ def resolve(wanted: Settings, given: Method, info: ModelInfo) -> Resolved:
     for keys, _ in _idle(wanted, method):
         changes |= {key: NEUTRAL[key] for key in keys if "." not in key}
     settings = replace(wanted, **changes)
-    return Resolved(method, settings, _budget(settings, method, info), list(_notes(wanted, method)))
+    budget = _budget(settings, method, info)
+    for one in abilities_of(settings, budget):
+        one.check_model(shapes(info)[0])
+    return Resolved(method, settings, budget, list(_notes(wanted, method)))
 
 
 def refuse_graphs(settings: Settings, device: str) -> None:
@@ -243,11 +246,11 @@ def _check_method(settings: Settings, method: Method, info: ModelInfo) -> None:
             f"method.calibration_tokens={method.calibration_tokens} is too many: set at most {MOST}."
         )
     with plugins.naming("method", plugins.describe(method)):
-        method.check_model(shapes(info)[0])
+        method.refuse_model(shapes(info)[0])
     check_layers("dense_layers", settings.dense_layers, info.num_whole_layers)
     if settings.codec is not None and not KeptCodec.refusal(method):
         try:
-            codecs.codec_of(settings.codec).check(info.head_dim)
+            codecs.codec_of(settings.codec).check_layer(shapes(info)[0])
         except ValueError as error:
             raise SettingsError(f"codec={settings.codec}: {error}") from error
     folder = settings.store.folder if settings.history == "store" else None

@@ -97,7 +97,7 @@ class ModelInfo:
     num_layers: int  # those with keys and values
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of a key
     rotary_dim: int  # channels of a head that are rotated
     hidden_size: int
     inner_size: int  # channels of an MLP, or of one expert
@@ -117,6 +117,9 @@ class ModelInfo:
     dual_chunks: bool = False
     # of its layers of linear attention, state spaces and short convolutions
     states: StateSizes = NO_STATES
+    value_dim: int | None = None  # channels of a value; None: as many as a key's
+    # whether values are the last channels of keys, and stored once (latent attention)
+    values_in_keys: bool = False
 
     @property
     def limit(self) -> int:
@@ -168,7 +171,8 @@ class ModelInfo:
         layers with a sliding window, which keep no more than their window."""
         windows = [window for window in self.layer_windows if window or not slide]
         rows = sum(min(tokens, window or tokens) for window in windows)
-        return 2 * rows * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+        values = 0 if self.values_in_keys else self.value_dim or self.head_dim
+        return rows * self.num_kv_heads * (self.head_dim + values) * DTYPE_BYTES[dtype]
 
     def state_bytes(self, dtype: str) -> int:
         """Return the bytes of the states of one sequence, which no method serves and which are as
@@ -269,10 +273,9 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
             f"{identity.name} cannot be built from its config ({shorten(str(error), 120)}): correct it, or choose "
             "another model."
         ) from error
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = probed(model, identity.name) or Heads(
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        config.num_attention_heads, config.num_key_value_heads, width, width
     )
     packed = source.quantised(config, model)
     # the configs of hybrids number experts that none of their layers has
@@ -290,7 +293,9 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
         num_heads=heads.num_heads,
         num_kv_heads=heads.num_kv_heads,
         head_dim=heads.head_dim,
-        rotary_dim=int(heads.head_dim * full_rotation(config).get("partial_rotary_factor", 1.0)),
+        rotary_dim=config.qk_rope_head_dim
+        if heads.in_keys
+        else int(heads.head_dim * full_rotation(config).get("partial_rotary_factor", 1.0)),
         hidden_size=config.hidden_size,
         inner_size=_number(config, *["moe_intermediate_size"] * routed, "intermediate_size"),
         chosen_experts=_number(config, *CHOSEN_EXPERTS) if routed else 0,
@@ -307,6 +312,8 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
         spread=source.device_map is not None,
         dual_chunks=bool(getattr(config, DUAL_CHUNKS, None)),
         states=state_sizes(model),
+        value_dim=None if heads.value_dim == heads.head_dim else heads.value_dim,
+        values_in_keys=heads.in_keys,
     )
 
 

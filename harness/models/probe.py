@@ -14,6 +14,7 @@ from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from harness.models.latents import Latent, is_latent, unexpanded
 from harness.models.layer_kinds import layer_kinds
 from harness.models.state_modules import Run, StateModule, called_by, is_attention, state_modules
 
@@ -35,7 +36,6 @@ REFUSED = {  # what a value in a model's config says that it does and that the e
     "attn_logit_softcapping": "caps its attention logits",
     "index_topk": "reads only what an indexer of its own chooses (trained sparse attention)",
     "index_topk_blocks": "reads only what an indexer of its own chooses (trained sparse attention)",
-    "kv_lora_rank": "compresses keys and values together (multi-head latent attention, MLA)",
     "use_bidirectional_attention": "attends to later tokens too (it embeds texts, or sees images whole)",
     "attention_chunk_size": "attends within chunks of the text",
     "num_kv_shared_layers": "has layers that share keys and values",
@@ -55,6 +55,8 @@ class Heads(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int  # channels of a value
+    in_keys: bool = False  # values are the last channels of keys (latent attention)
 
 
 class Call(NamedTuple):
@@ -66,14 +68,27 @@ class Call(NamedTuple):
     rotation: tuple[Tensor, Tensor] | None
     query: Tensor  # [1 H T D]
     key: Tensor  # [1 G T D]
-    value: Tensor
+    value: Tensor  # [1 G T Dv]
     mask: Tensor | None
     keywords: Mapping[str, Any]
 
     @property
     def heads(self) -> Heads:
         """Return how the attention of this module is divided."""
-        return Heads(self.query.shape[1], self.key.shape[1], self.query.shape[3])
+        return Heads(
+            self.query.shape[1],
+            self.key.shape[1],
+            self.query.shape[3],
+            self.value.shape[3],
+            is_latent(self.module),
+        )
+
+    def own_values(self) -> Tensor:
+        """Return what the module gets if each token attends to itself alone, [1 T H Dv]."""
+        own = self.value.repeat_interleave(self.query.shape[1] // self.value.shape[1], 1)
+        if is_latent(self.module):
+            own = Latent(self.module).output(own)
+        return own.transpose(1, 2).contiguous()
 
 
 class _Cache:
@@ -139,7 +154,7 @@ def probe(
             raise ProbeError(f"{reason} (layer {index}, {type(call.module).__name__})")
     divided = sorted({call.heads for call in calls})
     if len(divided) > 1:
-        sizes = ", ".join(f"{heads}/{groups} heads of {size}" for heads, groups, size in divided)
+        sizes = ", ".join(f"{x.num_heads}/{x.num_kv_heads} heads of {x.head_dim}" for x in divided)
         raise ProbeError(f"divides the attention of its layers in several ways ({sizes})")
     if divided[0].num_heads != (stated := model.config.num_attention_heads):
         raise ProbeError(
@@ -171,6 +186,11 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
             "keeps a state alone, without keys and values (linear attention or a state space)"
         )
     modules = [_attention_of(layers[i]) for i in kinds.attending if i < len(layers)]
+    latent = [is_latent(module) for module in modules if module is not None]
+    if getattr(model.config, "kv_lora_rank", None) and not all(latent):
+        raise ProbeError(
+            "compresses keys and values together (multi-head latent attention, MLA) in a way of its own"
+        )
     if not modules or None in modules:
         names = vars(sys.modules[type(model).__module__])
         if any("alibi" in name for name in names) and getattr(model.config, "alibi", True):
@@ -186,6 +206,16 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     if getattr(model.config, "add_cross_attention", False):
         raise ProbeError("attends to the output of an encoder (cross attention)")
     return [module for module in modules if module is not None]
+
+
+def _as_computed(call: Call) -> Call:
+    """Return a call with queries, keys and values as the engine computes with them: a module of latent
+    attention was left `unexpanded`."""
+    if not is_latent(call.module):
+        return call
+    latent = Latent(call.module)
+    key, value = latent.rows(call.key, call.value)
+    return call._replace(query=latent.query(call.query), key=key, value=value)
 
 
 def _attention_of(layer: nn.Module) -> nn.Module | None:
@@ -208,7 +238,6 @@ def _noted(
     masks: dict[int, tuple[Tensor, Any]] = {}
     cache: Any = _Cache(model.config.num_hidden_layers)
     given: list[tuple[Tensor, tuple[Tensor, Tensor] | None]] = []
-    device = next(model.parameters()).device
 
     def attend(
         module: nn.Module,
@@ -218,10 +247,9 @@ def _noted(
         attention_mask: Tensor | None,
         **keywords: Any,
     ) -> tuple[Tensor, None]:
-        calls.append(Call(module, *given[-1], query, key, value, attention_mask, keywords))
-        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(
-            1, 2
-        ).contiguous(), None
+        call = Call(module, *given[-1], query, key, value, attention_mask, keywords)
+        calls.append(_as_computed(call))
+        return calls[-1].own_values(), None
 
     def mask(*_: Any, mask_function: Any = None, **__: Any) -> Tensor:
         standing = torch.empty(1, 1, len(places), len(places), device="meta", dtype=torch.bool)
@@ -229,7 +257,7 @@ def _noted(
         return standing
 
     def before(module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        rotation = keywords.get("position_embeddings")
+        rotation = as_pair(keywords.get("position_embeddings"))
         if not (_is_pair(rotation) or (rotation is None and layer_kinds(model.config).stateful)):
             raise ProbeError(
                 f"does not give its {type(module).__name__} cos and sin of the positions"
@@ -253,7 +281,9 @@ def _noted(
     usual = model.config._attn_implementation
     try:
         model.set_attn_implementation(NAME)
-        with torch.device(device), torch.no_grad(), _without_states(model, cache):
+        with (
+            next(model.parameters()).device, torch.no_grad(), _without_states(model, cache), unexpanded(modules)
+        ):  # fmt: skip
             ids, at = torch.full((1, len(places)), token), torch.tensor([places])
             model(ids, position_ids=at, past_key_values=cache, use_cache=True, logits_to_keep=1)
     except ProbeError:
@@ -268,6 +298,16 @@ def _noted(
         for hook in hooks:
             hook.remove()
     return calls, masks, cache
+
+
+def as_pair(rotation: Any) -> Any:
+    """Return the rotation that a model gives its attention as cos and sin: DeepSeek-V2's are complex
+    numbers. What is something else is returned as it is."""
+    import torch
+
+    if torch.is_tensor(rotation) and rotation.is_complex():
+        return rotation.real, rotation.imag
+    return rotation
 
 
 def _is_pair(rotation: Any) -> bool:
@@ -310,11 +350,10 @@ def _each_token_alone(
 def _unlike(call: Call, window: int | None, masks: Mapping[int, tuple[Tensor, Any]]) -> str | None:
     """Return how one attention call differs from causal attention as the engine computes it; None
     if it does not. `window`: how many tokens the layer sees by the model's config, None for all."""
-    if call.key.shape != call.value.shape:
-        return f"has keys of {call.key.shape[-1]} channels and values of {call.value.shape[-1]}"
-    heads, groups, width = call.heads
-    if heads % groups or call.key.shape[2:] != call.query.shape[2:]:
-        return f"has queries {list(call.query.shape)} and keys {list(call.key.shape)}"
+    heads, groups, width, *_ = call.heads
+    shapes = [list(x.shape) for x in (call.query, call.key, call.value)]
+    if heads % groups or shapes[1][2:] != shapes[0][2:] or shapes[2][:3] != shapes[1][:3]:
+        return "has queries {}, keys {} and values {}".format(*shapes)
     passed = {name: given for name, given in call.keywords.items() if given is not None}
     for name in sorted(passed.keys() - PASSED):
         return MEANINGS.get(name, f"passes {name} to its attention")
@@ -327,11 +366,11 @@ def _unlike(call: Call, window: int | None, masks: Mapping[int, tuple[Tensor, An
         return "has sink logits elsewhere than in `sinks`"
     if not getattr(module, "is_causal", True):
         return "attends to later tokens too"
-    expected = {
-        "scaling": passed.get("scaling"),
-        "head_dim": width,
-        "num_key_value_groups": heads // groups,
-    }
+    expected = {"scaling": passed.get("scaling")}
+    if is_latent(module):  # whose module speaks of heads that are expanded
+        expected |= {"num_heads": heads, "num_key_value_groups": 1}
+    else:
+        expected |= {"head_dim": width, "num_key_value_groups": heads // groups}
     for name, given in expected.items():
         if given is None or getattr(module, name, None) != given:
             return f"attends with {name}={given}, which its module does not say"
