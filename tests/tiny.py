@@ -111,7 +111,6 @@ LATENT: dict[str, dict[str, Any]] = {  # keys and values of a token are one late
     "deepseek_v2": MLA | ROUTED | {"q_lora_rank": None, "topk_method": "greedy", "rope_parameters": YARN},
     "deepseek_v3": MLA | ROUTED | {"rope_parameters": YARN},
     "glm4_moe_lite": MLA | ROUTED | {"n_group": 1, "mlp_layer_types": ["dense", "sparse", "sparse"]},
-    "mistral4": MLA | ROUTED | {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}},
     "minicpm3": MLA,
     "kimi_linear": MLA
     | FEW

@@ -205,7 +205,7 @@ class PaddedCache(LoopCache):
             self.expect(x.k.shape[0], x.k.shape[2])
         if self.sealed and self._slots is not None:
             return self._slots.attend(layer, x)
-        out = torch.zeros_like(x.q)
+        out = x.q.new_zeros(*x.q.shape[:3], x.v.shape[3])
         for row, (member, tokens) in enumerate(zip(self._members, self._tokens, strict=True)):
             if len(tokens):
                 out[row, :, tokens] = member.attend(layer, _row(x, row, tokens, member.num_tokens))[

@@ -168,12 +168,12 @@ class SlotsCache(KVCache):
         return None if first.layer is None or others else first.layer.next_row()
 
     def attend(self, layer: int, x: AttnInput) -> Tensor:
-        """Compute attention of one layer for one token of each sequence. Return [B H 1 D]."""
+        """Compute attention of one layer for one token of each sequence. Return [B H 1 Dv]."""
         self.refuse_prompt(x.q.shape[2])
         groups = self._groups[layer]
         if len(groups) == 1:
             return self._attend(layer, groups[0], x)
-        out = torch.empty_like(x.q)
+        out = x.q.new_empty(*x.q.shape[:3], x.v.shape[3])
         for group in groups:
             out[group.rows] = self._attend(layer, group, _rows_of(x, group.rows))
         return out
