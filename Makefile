@@ -8,8 +8,7 @@ TORCH_INDEX ?=
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-all test-cpus test-official test-engines test-gpu families tables published check-numbers docs demo bench-generate bench-gpu profile-gpu \
-    bench-gpu-batches bench-gpu-ops bench-gpu-layer bench-gpu-offload bench-gpu-overlap clean
+.PHONY: help setup check test test-all test-cpus test-official test-engines gpu-check gpu-measure families tables published check-numbers docs demo bench-generate clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -47,55 +46,31 @@ test-cpus: setup  ## tests of equal tokens under other sets of instructions, as 
 test-official: setup  ## methods against their authors' code on the CPU: CLONES=folder of clones (docs/comparison.md), KVPRESS=python with kvpress
 	KV_HARNESS_CLONES='$(CLONES)' KV_HARNESS_KVPRESS='$(KVPRESS)' $(BIN)/python -m pytest -n 0 -p no:randomly -m '' tests/official
 
-# The GPU targets take the environment they find: torch, triton, transformers and pytest are enough there.
+# The GPU targets take the environment they find: torch, triton, transformers and pytest are enough there; pytest-xdist
+# spreads the tests over the cores, and replaces a process that a test has ended. Each ends in GPU_MINUTES, writes to
+# OUT as it goes, and says what was cut off. GPU_DEVICE=cpu runs the same on small shapes where there is no GPU.
 GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))
+GPU_DEVICE ?= cuda
+GPU_MINUTES ?= 5
+SEED ?= 0
+OUT ?= results/runs/gpu
 GPU_TESTS = tests/kernels tests/harness/engine/test_graph_gpu.py tests/harness/engine/test_host_gpu.py \
     tests/methods/test_no_waiting.py tests/methods/tiers/test_pinned_memory.py tests/harness/jobs/test_forecast.py
-# Kernels are compiled on first use, which takes most of the time: a worker per core, where pytest-xdist is installed,
-# and tests in their order, so that those which share a kernel meet in one worker.
+# Kernels are compiled on first use, which takes most of the time, and tests that share one meet in one worker.
 GPU_WORKERS = $(shell $(GPU_PYTHON) -c 'import xdist' 2>/dev/null && printf %s '-n auto --maxprocesses 12')
-# InfLLM and LM-Infinite have a prefill of their own, which would take most of the time. A captured step cannot ask what
-# ShadowKV's hit cache holds.
-ONE_PREFILL = full streaming h2o snapkv pyramidkv adakv quest pqcache rocketkv shadowkv:hit_cache=false sparq infinigen \
-    kivi oracle ada_pyramid tova rkv kvzip vattention
-OFFLOADED = full full_offloaded infinigen shadowkv pqcache:cache_tokens=4096 pqcache sparq
-SEED ?= 0
-OUT ?= results/runs/bench
-# Rows are written as they come, so that one which is stopped keeps them.
-GPU_BENCH = timeout 300 $(GPU_PYTHON) -m harness.bench
-GPU_LIMITS = --device cuda --minutes 4 --no-plot
-GPU_MODEL = --shape llama-3.1-8b --budget 2048
+GPU_MARK = $(if $(filter cuda,$(GPU_DEVICE)),gpu,not gpu)
+GPU_SHAPE = $(if $(filter cuda,$(GPU_DEVICE)),llama-3.1-8b --layers 8,tiny --layers 2 --tokens 256 128 --budget 64)
 
-test-gpu:  ## compiled Triton kernels against their references on a CUDA device; SEED=... for other inputs
+gpu-check:  ## compiled kernels, rows in host memory and captured steps on a CUDA device; SEED=... draws other inputs
 	@mkdir -p $(OUT)
-	KV_HARNESS_TEST_SEED=$(SEED) $(GPU_PYTHON) -m pytest -p no:randomly $(GPU_WORKERS) -m 'gpu and not slow' \
-	    --junitxml=$(OUT)/test-gpu.xml $(GPU_TESTS)
+	PYTHONUNBUFFERED=1 KV_HARNESS_TEST_SEED=$(SEED) timeout --signal=INT --kill-after=9 $(GPU_MINUTES)m \
+	    $(GPU_PYTHON) -m pytest -v -p no:randomly -p tests.on_a_gpu --minutes $(GPU_MINUTES) $(GPU_WORKERS) \
+	    -m '$(GPU_MARK) and not slow' $(GPU_TESTS) > $(OUT)/gpu-check.txt 2>&1; \
+	    status=$$?; grep -E '^(FAILED|ERROR|SKIPPED|=)' $(OUT)/gpu-check.txt; exit $$status
 
-bench-gpu:  ## tokens of an 8B model on a CUDA device, every method beside Full, as one table in OUT=...; 5 minutes
-	$(GPU_BENCH) decode $(GPU_LIMITS) $(GPU_MODEL) --tokens 131072 32768 --new 12 --rounds 3 \
-	    --methods $(ONE_PREFILL) --out $(OUT)/gpu-decode
-
-profile-gpu:  ## microseconds per kernel and layer of each method's step
-	$(GPU_BENCH) profile $(GPU_MODEL) --device cuda --minutes 4 --layers 4 --tokens 131072 \
-	    --methods $(ONE_PREFILL) --out $(OUT)/gpu-profile
-
-bench-gpu-batches:  ## tokens per second at each batch up to the largest that fits, as in ShadowKV's table
-	$(GPU_BENCH) decode $(GPU_LIMITS) $(GPU_MODEL) --tokens 61440 124928 --batch 1 2 4 8 16 max --new 12 --rounds 2 \
-	    --methods full snapkv pqcache shadowkv:hit_cache=false --out $(OUT)/gpu-batches
-
-bench-gpu-ops:  ## each operation
-	$(GPU_BENCH) ops $(GPU_LIMITS) --tokens 131072 --out $(OUT)/gpu-ops
-
-bench-gpu-layer:  ## a decode step of one layer, every method
-	$(GPU_BENCH) layer $(GPU_LIMITS) --tokens 131072 32768 8192 --methods $(ONE_PREFILL) --out $(OUT)/gpu-layer
-
-bench-gpu-offload:  ## the table of bench-gpu with keys and values in host memory
-	$(GPU_BENCH) decode $(GPU_LIMITS) $(GPU_MODEL) --tokens 131072 --placement host --overlap off \
-	    --methods $(OFFLOADED) --out $(OUT)/gpu-offload
-
-bench-gpu-overlap:  ## and with rows that come while the model computes
-	$(GPU_BENCH) decode $(GPU_LIMITS) $(GPU_MODEL) --tokens 131072 --placement host --overlap on \
-	    --methods $(OFFLOADED) --out $(OUT)/gpu-overlap
+gpu-measure:  ## every method, codecs, prompts, batches, rows in host memory and a profile on a CUDA device
+	timeout --kill-after=9 $(GPU_MINUTES)m $(GPU_PYTHON) -m harness.bench suite --device $(GPU_DEVICE) \
+	    --shape $(GPU_SHAPE) --minutes $(GPU_MINUTES) --out $(OUT)
 
 demo: setup  ## Full, PQCache and StreamingLLM on needles with the embedded model: about 3 minutes on 2 cores
 	@echo 'three methods on 15 prompts each; the first run on a machine builds kernels for a minute before it begins'

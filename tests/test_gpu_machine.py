@@ -1,4 +1,4 @@
-"""`make test-gpu` on a bare GPU machine: torch, triton, transformers and pytest are all that is there."""
+"""`make gpu-check` and `gpu-measure` on a bare machine, with torch, triton, transformers and pytest alone."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
+from unittest.mock import MagicMock, PropertyMock
 
 import pytest
 
+from harness.bench import suite
+from tests import on_a_gpu
 from tests.instruction_sets import FEW
 
 ROOT = Path(__file__).parents[1]
@@ -32,19 +34,33 @@ def variable(name: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_tests_for_a_gpu_are_collected_and_run_without_the_rest(tmp_path: Path) -> None:
+def test_tests_for_a_gpu_are_collected_and_run_without_the_rest() -> None:
     """Without a device nearly all of them are skipped, but their modules are imported whole."""
     few = ["-m", "gpu and not slow", "-k", "not kmeans or empty_cluster"]  # k-means is interpreted here, slowly
-    words = [*variable("GPU_TESTS"), *few, f"--junitxml={tmp_path / 'test-gpu.xml'}"]
+    words = [*variable("GPU_TESTS"), *few, "-v", "-p", "tests.on_a_gpu"]
     code = f"import sys; sys.modules.update(dict.fromkeys({ABSENT})); import pytest; sys.exit(pytest.main({words}))"
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     bare = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "CUDA_VISIBLE_DEVICES": "", "KV_HARNESS_TEST_SEED": "7"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=inherited | bare)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "inputs drawn from seed 7" in done.stdout
-    cases = list(ElementTree.parse(tmp_path / "test-gpu.xml").iter("testcase"))
-    names = {str(case.get("classname")).rpartition(".")[2] for case in cases}
+    names = set(re.findall(r"/(test_\w+)\.py::", done.stdout))
     assert {"test_gpu", "test_ops", "test_block", "test_kmeans", "test_graph_gpu", "test_host_gpu"} <= names
+
+
+def test_a_test_that_breaks_the_device_ends_its_process_and_none_begins_too_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bounded, ended = on_a_gpu.Bounded(99.0), list[int]()
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(on_a_gpu, "A_WORKER", True)
+    for error in (ValueError("CUDA out of memory"), RuntimeError("CUDA error: an illegal memory access")):
+        bounded.pytest_runtest_makereport(MagicMock(), MagicMock(excinfo=MagicMock(value=error)))
+        bounded.pytest_runtest_logfinish()
+    assert ended == [1]
+    monkeypatch.setenv(on_a_gpu.UNTIL, "0")
+    with pytest.raises(pytest.skip.Exception, match=on_a_gpu.LEFT_OUT):
+        bounded.pytest_runtest_setup()
 
 
 def test_the_files_that_lists_of_tests_name_are_there() -> None:
@@ -52,25 +68,23 @@ def test_the_files_that_lists_of_tests_name_are_there() -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-def dry(target: str, *settings: str) -> str:
-    make = ["make", "-n", target, "GPU_PYTHON=python", *settings]
-    return subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-
-
-def test_benchmarks_are_bounded_in_time_and_files() -> None:
-    targets = re.findall(r"^((?:bench|profile)-gpu[\w-]*):", (ROOT / "Makefile").read_text(), re.M)
-    commands = [dry(target, "OUT=elsewhere").replace("\\\n", " ") for target in targets]
-    lines = [line for command in commands for line in command.splitlines() if "harness.bench" in line]
-    folders = [re.search(r"--out (elsewhere/gpu-\w+)", line) for line in lines]
-    assert len({folder and folder.group(1) for folder in folders}) == len(lines) == len(targets) == 7
-    assert all(line.startswith("timeout 300 ") and "--minutes 4" in line for line in lines)
-    assert all("--no-plot" in line or " profile " in line for line in lines)
-    for line in lines:  # each says what it would do
-        module = line.partition("harness.bench ")[2].split()[0]
-        words = line.partition(f"harness.bench {module} ")[2].split()
-        parser = __import__(f"harness.bench.{module}", fromlist=["_"]).parser()
-        words[words.index("--device") + 1] = "cpu"
-        parser.parse_args(words)
+def test_the_suite_names_benchmarks_and_goes_on_in_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = suite.parser().parse_args(["--device", "cpu", "--out", str(tmp_path)])
+    for _, words in suite.plan(options).values():  # each says what it would do
+        module = __import__(f"harness.bench.{words[0]}", fromlist=["_"])
+        module.parser().parse_args(words[1:])
+    assert sum(share for share, _ in suite.plan(options).values()) == pytest.approx(1)
+    process = MagicMock()
+    type(process).exitcode = PropertyMock(side_effect=[1, 1, 0])
+    monkeypatch.setattr(suite, "get_context", lambda kind: MagicMock(Process=lambda **_: process))
+    suite.main(options)
+    said = capsys.readouterr()
+    assert (process.start.call_count, process.kill.call_count) == (2, 1)
+    assert "ended with code 1; another goes on" in said.err
+    assert "CUT OFF, in part or in whole: methods-long, codec-int4" in said.out
+    assert (tmp_path / "summary.txt").read_text() in said.out
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from importlib import import_module
 from harness.config.errors import as_command
 from harness.terminal.notices import say
 
-KINDS = ("ops", "layer", "decode", "profile", "generate")
+KINDS = ("ops", "layer", "decode", "profile", "generate", "suite")
 
 
 @as_command(

@@ -45,7 +45,7 @@ from harness.engine.hf import routed
 from harness.jobs.examples import blank
 from harness.jobs.machine import free_here
 from harness.jobs.memory import CacheSpec, MemoryForecast, lacking, largest_batch, needed_by
-from harness.models.base import LoadedModel, ModelInfo, ModelSource
+from harness.models.base import LoadedModel, ModelInfo, ModelSource, load
 from harness.models.devices import usual_chunk
 from harness.prompts.prompt import calibration_text
 from methods.base import BudgetError, Method
@@ -300,7 +300,7 @@ def prepared(
 ) -> tuple[LoadedModel, list[int], Attach]:
     """Load the model of a benchmark. Return it, the token ids of ordinary text, and a function that attaches a method
     to it."""
-    loaded = source.load(options.dtype, options.device)
+    loaded = load(source, options.dtype, options.device)
     length = CALIBRATION if options.synthetic else max(CALIBRATION, *options.tokens)
     text = calibration_text(source.tokenizer(), length)
     attach = partial(attachment, loaded=loaded, text=text[-CALIBRATION:], options=options)
@@ -311,9 +311,15 @@ def prompt_ids(
     text: list[int], tokens: int, loaded: LoadedModel, options: argparse.Namespace
 ) -> Tensor:
     """Return the last `tokens` of the token ids in `text` [1 tokens]. With --synthetic they are repeated if
-    there are too few, because nobody reads them; otherwise `ValueError` is raised."""
-    needed = tokens + options.new * (options.rounds + 1)
+    there are too few, because nobody reads them; otherwise `ValueError` is raised.
+
+    A synthetic prompt that would fill the model's window leaves room there for its answers, as a
+    run must: captured steps then take their angles from the table of that window."""
+    answers = options.new * (options.rounds + 1)
+    needed = tokens + answers
     if options.synthetic:
+        if tokens <= loaded.window < needed:
+            tokens = loaded.window - answers
         text = text * (tokens // len(text) + 1)
     elif needed > loaded.window or tokens > len(text):
         raise ValueError(

@@ -32,7 +32,7 @@ from harness.bench.common.output import Cell
 from harness.engine.attach import attached
 from harness.engine.engine import Engine
 from harness.engine.graph import usual_graphs
-from harness.models.base import LoadedModel
+from harness.models.base import LoadedModel, load
 from harness.prompts.prompt import calibration_text
 from kernels import ops
 from methods.full import Full
@@ -163,7 +163,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(options: argparse.Namespace) -> None:
     source = arguments.source(options.shape)
-    loaded_as = {dtype: source.load(dtype, options.device) for dtype in options.dtypes}
+    loaded_as = {dtype: load(source, dtype, options.device) for dtype in options.dtypes}
     some = next(iter(loaded_as.values()))
     longest = max(options.tokens)
     if (whole := longest + options.new) > some.window:
@@ -174,7 +174,7 @@ def main(options: argparse.Namespace) -> None:
     title = f"Full against model.generate: {some.name}, {options.device}, {options.new} new tokens"
     report = output.Report("generate", title, options, TABLE, model=some.name)
     for tokens in options.tokens:
-        if report.out_of_time(f"{tokens} tokens"):
+        if report.skips(f"{tokens} tokens"):
             continue
         # warm up on a short prompt
         *_, _ = rounds_of(calls_of(loaded_as, text[:, : min(256, tokens)], 8), 1, {})

@@ -127,7 +127,7 @@ def run(options: argparse.Namespace, known: limits.Limits, report: output.Report
         for group in GROUPS:
             try:
                 for case in group(inputs):
-                    if (options.ops and case.op not in options.ops) or report.out_of_time(
+                    if (options.ops and case.op not in options.ops) or report.skips(
                         f"{case.op} {case.what}"
                     ):
                         continue

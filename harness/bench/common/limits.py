@@ -4,6 +4,7 @@ floating-point operations per second."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from time import perf_counter
 from typing import Any, TypedDict
 
@@ -23,10 +24,11 @@ class Limits(TypedDict):
     matmul_gflop_s: dict[str, float]
 
 
+@cache
 def measured(device: torch.device, budget_s: float = 5.0) -> Limits:
     """Return the best speeds of a device: that of reading, from many sums over a large memory, and
     that of computing, from many matrix products in each dtype. `budget_s`: the seconds that all
-    this may take."""
+    this may take, once in a process."""
     share, side = budget_s / (1 + len(DTYPES)), SIDE[device.type]
     memory = torch.ones(READ_BYTES[device.type] // 4, device=device)
     read_s = _best(memory.sum, device, share)

@@ -215,7 +215,9 @@ def why(error: Exception) -> str:
 
 def release() -> None:
     """Collect what a call that failed, for example for lack of memory, has left, and give the memory
-    that torch holds in reserve back to the GPU, so that the next call may have it."""
+    that torch holds in reserve back to the GPU, so that the next call may have it. Raise an error
+    if the GPU answers this process no more, as after an illegal access."""
     gc.collect()
     if torch.cuda.is_available():
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()

@@ -117,7 +117,7 @@ def measured(
             continue
         for name, method in able.items():
             label, row = f"{name} at {tokens}{also}", {"method": name, "tokens": tokens, **facts}
-            if report.out_of_time(label):
+            if report.skips(label):
                 continue
             ops.forget_used()
             try:
@@ -127,6 +127,6 @@ def measured(
             except Exception as error:
                 line = why(error)
                 row = failed_row(label, line, **row)
+            report.add(row, f"{label}: {line}")
             if "error" in row:
                 release()
-            report.add(row, f"{label}: {line}")

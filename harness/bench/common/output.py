@@ -3,11 +3,13 @@ one picture."""
 
 from __future__ import annotations
 
+import faulthandler
 import json
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from textwrap import fill
 from time import perf_counter
@@ -15,7 +17,7 @@ from typing import Any, NamedTuple
 
 from harness.bench.common.measure import Estimate
 from harness.results.files import write_atomically
-from harness.results.provenance import code_hash, load_average, now, provenance
+from harness.results.provenance import code_hash, load_average, now, provenance, source_hash
 from harness.terminal.notices import say
 from harness.terminal.tables import Column, digits, markdown_table, text_table
 from kernels import ops
@@ -29,17 +31,24 @@ Picture = Callable[..., None]  # of a path and such rows, and a title
 
 class Report:
     """Writes a benchmark's folder. Every row is printed and written as soon as it is measured, so
-    that a benchmark that is killed leaves its rows, marked as partial."""
+    that a benchmark that is killed leaves its rows, marked as partial.
+
+    With `row_s` in `options`, the process ends if a row takes longer than so many seconds, as when
+    a kernel hangs; and the rows that an earlier process has written to the folder, or has begun,
+    are taken over and not measured again (harness/bench/suite.py)."""
 
     def __init__(
         self, kind: str, title: str, options: Namespace, table: Table, **facts: Any
     ) -> None:
         self.title, self.table = title, table
+        self.row_s: float | None = getattr(options, "row_s", None)
         self.minutes = getattr(options, "minutes", None)
         self.no_plot = getattr(options, "no_plot", False)
         self.folder: Path = options.out or ROOT / f"{kind}-{datetime.now(UTC):%Y%m%dT%H%M%S}"
         self.rows: list[BenchRow] = []
         self.left_out: list[str] = []
+        self._tried: list[str] = []  # rows that were begun, noted with `row_s`
+        self._under_way: str | None = None  # the last of them, until its figures are there
         # `out` says where things lie on this machine, and so is not written
         asked = {name: value for name, value in vars(options).items() if name != "out"}
         stamp = provenance(str(asked.get("device", "cpu")))
@@ -55,33 +64,47 @@ class Report:
         for folder in (self.folder, *ROOT.glob(f"{kind}-*")):
             remove_abandoned(folder)  # stores of gigabytes, where an earlier one was killed
         self.folder.mkdir(parents=True, exist_ok=True)
+        if self.row_s is not None and (earlier := result_in(self.folder)):
+            self.rows, self._tried = earlier["rows"], earlier["tried"]
+            if lost := earlier["under_way"]:
+                self.rows.append(failed_row(lost, "the process ended while it was measured"))
         say(f"{title}\nEach row goes to {self.folder} as it comes.")
 
     def add(self, row: BenchRow, line: str) -> None:
         """Add a row, write the files and print `line`, the row as text."""
         self.rows.append(row)
+        self._under_way = None
         self._write("partial")
         mark = _marked("disturbed")(row)
         say(line + (f" ({mark} samples disturbed)" if mark else ""))
 
-    def out_of_time(self, what: str) -> bool:
-        """Return True if --minutes are over; `what` is then listed as left out."""
+    def skips(self, what: str) -> bool:
+        """Return True if the row `what` is not to be measured: an earlier process has begun it, or
+        --minutes are over; then it is listed as left out."""
+        if what in self._tried:
+            return True
         over = self.minutes is not None and perf_counter() - self._began > 60 * self.minutes
         if over:
             self.left_out.append(what)
+        elif self.row_s is not None:
+            self._tried.append(what)
+            self._under_way = what
+            self._write("partial")
+            faulthandler.dump_traceback_later(self.row_s, exit=True)
         return over
 
     def finish(self, picture: Picture | None = None) -> list[BenchRow]:
         """Print the table, draw the picture unless --no-plot or matplotlib is missing, and return
         the rows without an error. Raise `ValueError` if there are none."""
+        faulthandler.cancel_dump_traceback_later()
         good = self._good()
+        self._write("complete")
         if not good:
             raise ValueError(
                 f"Nothing could be measured: {self.rows[0]['error']}"
                 if self.rows
                 else self._warnings()
             )
-        self._write("complete")
         end = f"load average {load_average()[0]:.2f}; written to {self.folder}"
         say(f"\n{self.title}\n\n{text_table(self._columns())}\n\n{self._warnings()}{end}")
         if picture and not self.no_plot:
@@ -112,6 +135,8 @@ class Report:
         sentences += [
             f"Not measured: {row['label']}: {row['error']}" for row in self.rows if "error" in row
         ]
+        if self._under_way:
+            sentences.append(f"Under way: {self._under_way}.")
         if self.left_out:
             sentences.append(
                 f"Left out after {self.minutes:g} minutes: {', '.join(self.left_out)}."
@@ -125,6 +150,8 @@ class Report:
             "status": status,
             "ended": ended,
             "left_out": self.left_out,
+            "tried": self._tried,
+            "under_way": self._under_way,
             "rows": self.rows,
         }
         write_atomically(self.folder / "result.json", json.dumps(result, indent=1) + "\n")
@@ -136,6 +163,19 @@ class Report:
         warnings = f"\n{self._warnings()}" if self._warnings() else ""
         text = f"{partial}{self.title}\n\n{markdown_table(self._columns())}\n{warnings}"
         write_atomically(self.folder / "table.md", text)
+
+
+def result_in(folder: Path) -> dict[str, Any] | None:
+    """Return the figures that a benchmark of today's code has written to its folder so far; None if
+    there are none."""
+    path = folder / "result.json"
+    made = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return made if made and made["provenance"]["sources"] == _sources() else None
+
+
+@cache
+def _sources() -> str:
+    return source_hash()
 
 
 class Cell(NamedTuple):

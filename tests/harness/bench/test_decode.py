@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,6 +113,9 @@ def test_a_synthetic_prompt_has_the_model_s_rotation_and_length() -> None:
 
     shape.fill([Seen(spec, CacheState(kv.request(capacity=100)), Full())], 100)
     assert torch.equal(seen[0].cos, spec.rope(torch.arange(100))[0])
+    loaded = SimpleNamespace(window=200, model=model)
+    lengths = [decode.prompt_ids([1] * 9, count, loaded, options(synthetic=True)).shape[1] for count in (100, 200, 300)]  # type: ignore[arg-type]
+    assert lengths == [100, 200 - 5 * 3, 300], "a prompt and its answers lie within the window"
 
 
 def test_the_floor_counts_each_weight_once() -> None:

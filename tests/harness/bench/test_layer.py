@@ -73,7 +73,7 @@ def test_a_method_reads_its_budget_and_less_than_full(name: str) -> None:
 
 def _rows(*words: str) -> list[dict[str, Any]]:
     found: list[Any] = []
-    report: Any = SimpleNamespace(add=lambda row, line: found.append(row), out_of_time=lambda what: False)
+    report: Any = SimpleNamespace(add=lambda row, line: found.append(row), skips=lambda what: False)
     layer.run(options(*words, "--tokens", str(TOKENS)), report)
     return found
 

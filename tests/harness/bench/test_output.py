@@ -67,8 +67,21 @@ def test_disturbed_samples_are_marked_in_row_table_and_file(tmp_path: Path, caps
 def test_what_does_not_fit_into_the_minutes_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = report(tmp_path, minutes=0.0)
     made.add({"what": "first", **CLEAN}, "first")
-    assert made.out_of_time("second at 4096")
+    assert made.skips("second at 4096")
     made.finish()
     assert result(tmp_path)["left_out"] == ["second at 4096"]
     assert "second at 4096" in capsys.readouterr().out
-    assert not report(tmp_path, minutes=None).out_of_time("anything")
+    assert not report(tmp_path, minutes=None).skips("anything")
+
+
+def test_another_process_takes_over_what_was_measured_and_leaves_out_what_ended_the_first(tmp_path: Path) -> None:
+    first = report(tmp_path, row_s=99.0)
+    assert not first.skips("first at 4096")
+    first.add({"what": "first", **CLEAN}, "first")
+    assert not first.skips("second at 4096")
+    then = report(tmp_path, row_s=99.0)
+    assert [then.skips(f"{name} at 4096") for name in ("first", "second", "third")] == [True, True, False]
+    then.add({"what": "third", **CLEAN}, "third")
+    assert [row["what"] for row in then.finish()] == ["first", "third"]
+    assert "second at 4096: the process ended" in (tmp_path / "table.md").read_text()
+    assert output.result_in(tmp_path / "elsewhere") is None
