@@ -124,7 +124,8 @@ def segment_attention_with_lse(
         if segment.log_weights is not None:
             part.copy_(segment.weighted(part.unflatten(0, (batch, groups))).flatten(0, 1))
     shares = joined.softmax(-1)
-    if any(segment.log_weights is not None for segment in segments):  # perhaps no token is read
+    # perhaps no token is read
+    if any(x.live is not None or x.log_weights is not None for x in segments):
         shares = shares.masked_fill(joined.amax(-1, keepdim=True) == float("-inf"), 0)
     weights = shares.split(sizes, -1)
     out = torch.bmm(weights[0], parts[0][1].flatten(0, 1).float())
@@ -239,10 +240,8 @@ def _flat_index(x: Tensor, rows: Tensor) -> Tensor:
     of x."""
     batch, groups = rows.shape[:2]
     per_head = x.stride(1) // x.shape[3]
-    heads = torch.arange(0, batch * groups * per_head, per_head, device=rows.device).view(
-        batch, groups, 1
-    )
-    return (rows + heads).view(-1)
+    heads = per_head * torch.arange(batch * groups, device=rows.device)
+    return (rows + heads.view(batch, groups, 1)).view(-1)
 
 
 def _or_of_counted(run: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:

@@ -156,7 +156,8 @@ def _keys(x, at, live):
     are such integers already."""
     value = load(x + at, live)
     if value.dtype != tl.int32:
-        bits = value.to(tl.float32).to(tl.int32, bitcast=True)
+        number = value.to(tl.float32) + 0.0  # both zeros are equal
+        bits = number.to(tl.int32, bitcast=True)
         value = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return tl.where(live, value, _LEAST)
 

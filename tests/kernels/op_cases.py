@@ -113,6 +113,7 @@ def segment_attention() -> Iterator[OpCase]:
     chosen = [pick(seed, 1, lists, 60, count) for seed, (lists, count) in enumerate(((2, 7), (6, 20), (2, 60), (6, 1)))]
     parts = [Segment(k[:, :, place::5], v[:, :, place::5], rows) for place, rows in enumerate([*chosen, None])]
     yield OpCase("segment_attention", "five", (q, parts, 0.2))
+    yield OpCase("segment_attention", "none-live", (q, [Segment(k, v, None, torch.tensor([0]))], 0.2))
 
 
 def weighted(k: Tensor, v: Tensor, *rows: Tensor) -> list[Segment]:
@@ -245,6 +246,7 @@ def gather_rows() -> Iterator[OpCase]:
             rows = pick(6, batch, groups, count, chosen)
             yield OpCase("gather_rows", f"{name}-{chosen}", (stored(5, batch, groups, count, dim), rows))
     yield OpCase("gather_rows", "inner-view", (stored(5, 2, 3, 40, 32)[:, :, 7:], pick(6, 2, 3, 33, 9)))
+    yield OpCase("gather_rows", "expanded", (stored(5, 1, 1, 40, 32).expand(-1, 3, -1, -1), pick(6, 1, 3, 40, 9)))
     yield OpCase("gather_rows", "by-token", (random(5, 2, 40, 3, 32).transpose(1, 2), pick(6, 2, 3, 40, 9)))
 
 
