@@ -11,6 +11,7 @@ graphs of a pool; once the last has gone, a capture that opens the pool again wh
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -232,6 +233,7 @@ class Graph:
 
     def capture_begin(self, pool: Pool, capture_error_mode: str) -> None:
         assert capture_error_mode == "thread_local"  # threads of a history store go on
+        assert not gc.isenabled(), "what is freed within a capture may wait for the device"
         if pool.opened and not pool.graphs and pool.blocks:
             raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
         pool.opened, self._pool = True, pool
@@ -264,7 +266,7 @@ def installed() -> Iterator[None]:
         "device": lambda device: nullcontext(),
         "graph_pool_handle": Pool,
         "CUDAGraph": Graph,
-        "Stream": object,
+        "Stream": lambda priority: object(),
         "stream": lambda stream: nullcontext(),
         "current_stream": object,
         "set_stream": lambda stream: None,

@@ -14,6 +14,7 @@ and whenever sequences join or leave."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from time import perf_counter
@@ -72,7 +73,9 @@ class CudaGraphs:
     def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
         with torch.cuda.device(self.device):
             if self._anchor is None:
-                self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+                self._pool = torch.cuda.graph_pool_handle()
+                # torch hands out streams in turn from a pool per priority: no transfer's is of this one
+                self._stream = torch.cuda.Stream(priority=-1)
                 second_stream(self._stream)  # is made now, and not within a capture
                 self._anchor, _ = self._captured(lambda: torch.zeros(1, device=self.device))
             graph, result = self._captured(step)
@@ -84,8 +87,11 @@ class CudaGraphs:
 
     def _captured(self, step: Callable[[], Tensor]) -> tuple[Any, Tensor]:
         """Capture `step` without `torch.cuda.graph`, which empties the caches of device memory and
-        of pinned host memory each time."""
+        of pinned host memory each time. No garbage is collected meanwhile: what is freed within a capture
+        may wait for the device, which ends the capture with an error."""
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        collects = gc.isenabled()
+        gc.disable()
         torch.cuda.synchronize()
         try:
             with torch.cuda.stream(self._stream):
@@ -99,6 +105,8 @@ class CudaGraphs:
         finally:
             # if the end of the capture fails, torch stays on the capture's stream
             torch.cuda.set_stream(current)
+            if collects:
+                gc.enable()
         return graph, result
 
 

@@ -178,7 +178,9 @@ class PinnedMemory:
 
     def _give_back(self, pinned: _Pinned) -> None:
         self._idle.append(pinned)
-        if self._closed:
+        # within a capture nothing may wait for the device: the next `lend` or `close` unpins it
+        captures = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if self._closed and not captures:
             self._unpin()
 
     def _unpin(self) -> None:

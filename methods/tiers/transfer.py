@@ -230,10 +230,10 @@ def _of_thread(on: torch.device, thread: int) -> torch.cuda.Stream:
 def second_stream(model: torch.cuda.Stream) -> torch.cuda.Stream:
     """Return the CUDA stream that brings keys and values to the device for a model whose own work
     runs on the stream `model`, always the same one. The usual stream and the stream of captures
-    have one each, because a capture must hold no work of others. Its priority is high: kernels that
-    read host memory are few and slow, so they start first. Torch hands out streams in turn from a
-    pool per priority, and nothing else here asks for this one."""
-    return torch.cuda.Stream(model.device, priority=-1)
+    have one each, because a capture must hold no work of others. Its priority is higher than that
+    of captures: kernels that read host memory are few and slow, so they start first. Torch hands out
+    streams in turn from a pool per priority, and nothing else here asks for this one."""
+    return torch.cuda.Stream(model.device, priority=-2)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -237,6 +238,7 @@ def test_every_example_is_captured_and_not_the_first_alone() -> None:
             assert engine.plain_steps is None
             assert got.capture_s is not None
             assert got.tokens == wanted.tokens
+            assert gc.isenabled()
 
 
 class StopsFrom(NamedTuple):
