@@ -87,7 +87,7 @@ class Snapshot:
 
     def __init__(self, cache: KVCache) -> None:
         cache.traffic.settle()
-        self._cache, self._python, visited = cache, SavedState(cache), set[int]()
+        self.cache, self._python, visited = cache, SavedState(cache), set[int]()
         held = [
             tensor.untyped_storage()
             for root in (*cache.layers, cache.states, cache.watch)
@@ -105,7 +105,7 @@ class Snapshot:
         """Set the cache back to the state that was saved. It may be called again after further
         steps."""
         # moves what the device has counted of these steps into Python's counts
-        self._cache.traffic.settle()
+        self.cache.traffic.settle()
         self._python.restore()
         for storage, held in self._contents:
             storage.copy_(held)

@@ -5,23 +5,38 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
-from statistics import fmean
+from itertools import zip_longest
+from time import perf_counter
 
 import torch
 
-from harness.engine.batch.running_sequence import Generation
-from harness.engine.cache import KVCache
+from harness.engine.batch.running import RunningBatch
+from harness.engine.batch.running_sequence import After, Generation, RunningSequence
 from harness.engine.engine import Engine
+from harness.engine.saved_state import Snapshot
 from harness.jobs.examples import PreparedExample
 from harness.prompts.prompt import Tokenizer
-from harness.prompts.teacher import answer_ids
+from harness.prompts.teacher import Forced, answer_ids
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unmeasured:
+    """Hold what is needed to measure how likely right answers are to a sequence, `slot`: a snapshot of its
+    sealed cache, and the tokens of the right answers, `references`. `before`: tokens to feed first, of
+    a question that is still unread (protocol=context), and of an empty thought."""
+
+    slot: RunningSequence
+    snapshot: Snapshot
+    before: Sequence[int]
+    references: Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """Measures the likelihood of right answers: feeds their tokens, step by step, to a cache that
-    holds the prompt."""
+    """Measures the likelihood of right answers: feeds their tokens, step by step, to caches that hold
+    the prompts."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -39,24 +54,49 @@ class Likelihood:
             for reference in references
         ]
 
-    def measure(
-        self, cache: KVCache, question: Sequence[int], reference: Sequence[int]
-    ) -> float | None:
-        """Return the mean negative log-likelihood, in nats per token, of the tokens of `reference`
-        that decode steps predicted; None if there is none.
+    @torch.inference_mode()
+    def measure(self, asked: Sequence[Unmeasured]) -> list[list[float | None]]:
+        """Return for each sequence of `asked` the mean negative log-likelihoods of its right answers, in
+        nats per token, over the tokens that decode steps predicted; None for an answer without such a
+        token. The sequences step together, and their caches are put back afterwards.
 
-        `cache` must be sealed; it holds the fed tokens afterwards. `question`: tokens to feed
-        before the answer (protocol=context). Without a question, the first answer token is
-        predicted by the prefill; that prediction is the same under every method, so it is left out.
+        Without tokens before it, the first token of an answer is predicted by the prefill; that
+        prediction is the same under every method, so it is left out.
         """
-        fed, costs = [*question, *reference], list[float]()
-        for place, token in enumerate(fed[:-1]):
-            logits = self.engine.decode(
-                torch.tensor([[token]], device=self.engine.model.device), cache, None
-            )
-            if place + 1 >= len(question):
-                costs.append(-logits[0].float().log_softmax(-1)[fed[place + 1]].item())
-        return fmean(costs) if costs else None
+        engine = copy(self.engine)
+        engine.graphs = None  # a capture would take longer than most answers
+        costs = [list[float | None]() for _ in asked]
+        for references in zip_longest(*(one.references for one in asked)):
+            batch, fed = RunningBatch(engine), list[RunningSequence | None]()
+            for one, reference in zip(asked, references, strict=True):
+                fed.append(None if reference is None else _joined(batch, one, reference))
+            while batch.sequences:
+                batch.run()
+            for one, own, slot in zip(asked, costs, fed, strict=True):
+                one.snapshot.restore()
+                own += [None] if slot is None or slot.out.nll is None else slot.out.nll
+        return costs
+
+
+def _joined(
+    batch: RunningBatch, one: Unmeasured, reference: Sequence[int]
+) -> RunningSequence | None:
+    """Add a sequence to `batch` that is fed the right answer `reference`; return None if no decode step
+    predicts a token of it."""
+    tokens, first = torch.tensor([[*one.before, *reference]]), max(len(one.before), 1)
+    given, predicted = tokens.tensor_split([first], 1)
+    if not (count := predicted.shape[1]):
+        return None
+    one.snapshot.cache.watch = None  # comes back with the snapshot
+    return batch.join(
+        one.snapshot.cache,
+        None,
+        given,
+        began=perf_counter(),
+        max_new_tokens=count,
+        stops=[After(count)],
+        sampler=Forced(predicted),
+    )
 
 
 def choices_output(choices: Sequence[Generation]) -> str:

@@ -23,7 +23,7 @@ from harness.engine.saved_state import Snapshot
 from harness.jobs.examples import PreparedExample
 from harness.jobs.facts import PEAKS
 from harness.jobs.histories import Histories
-from harness.jobs.likelihood import Likelihood
+from harness.jobs.likelihood import Likelihood, Unmeasured
 from harness.jobs.prefill import Prefilled, Usage, larger
 from harness.models.devices import wait_for
 from harness.results.records import RecordError, StoreError
@@ -160,6 +160,8 @@ class ContextSession:
         self._first, self._several = items[0].example.id, len(items) > 1
         self._shared: SealedContext | None = None  # once the first of several is asked
         self._turns = deque[PreparedExample]()  # of the example that is asked, those to come
+        # before an answer begins, where the likelihood of right ones is to be measured
+        self.unmeasured: Unmeasured | None = None
         # the cache before the answer, where a given reply takes its place
         self._unanswered: Snapshot | None = None
         self.asked = items[0]  # the example that is asked, or was last
@@ -255,42 +257,31 @@ class ContextSession:
 
     @torch.inference_mode()
     def _before_the_answer(self, slot: RunningSequence, turn: PreparedExample) -> RunningSequence:
-        """Measure the likelihood of the right answers, before the answer begins, and keep a copy of
-        the cache if the task dictates the reply (see `ended`). Return `slot`, the turn's sequence.
-        The time of both is left out of the turn's measured times. An answer of one token ends
-        before the seal, so neither is done for it."""
+        """Keep a copy of the cache before the answer begins, if right answers are to be measured on it
+        (`measured`) or the task dictates the reply (`ended`). Return `slot`, the turn's sequence. The
+        time of both is left out of the turn's measured times. An answer of one token ends before the
+        seal, so neither is done for it."""
         references = self.likelihood.references(turn) if self.likelihood and not slot.ended else []
         replaced = bool(self._turns) and self._turns[0].prompt.replaces_answer and not slot.ended
         if replaced or references:
             snapshot = Snapshot(slot.cache)
             if references:
                 before = (*self.talk.unread, *(turn.thought.empty if turn.thought else ()))
-                slot.out.measured["answer_nll"] = self._cost(
-                    slot.cache, before, references, snapshot
-                )
+                self.unmeasured = Unmeasured(slot, snapshot, before, references)
             self._unanswered = snapshot if replaced else None
             wait_for(self.engine.model.device)
         return slot
 
-    def _cost(
-        self,
-        cache: KVCache,
-        before: Sequence[int],
-        references: Sequence[Sequence[int]],
-        snapshot: Snapshot,
-    ) -> float | None:
-        """Return the mean negative log-likelihood of the most likely of the right answers
-        `references`, and put `cache` back to `snapshot`. `before`: tokens to feed first, of a
-        question that is still unread, and of an empty thought."""
-        assert self.likelihood is not None
-        costs = list[float | None]()
-        for reference in references:
-            cache.watch = None  # comes back with the snapshot
-            costs.append(cost := self.likelihood.measure(cache, before, reference))
+    def measured(self, costs: Sequence[float | None]) -> None:
+        """Take in what each right answer to the turn that begins costs (`Likelihood.measure`); the most
+        likely one counts. Raise `NotFiniteError` for a cost that is not finite."""
+        one, self.unmeasured = self.unmeasured, None
+        assert one is not None
+        for reference, cost in zip(one.references, costs, strict=False):
             if cost is not None and not isfinite(cost):
                 raise self._not_finite(reference, len(reference) - 1)
-            snapshot.restore()
-        return min((cost for cost in costs if cost is not None), default=None)
+        known = (cost for cost in costs if cost is not None)
+        one.slot.out.measured["answer_nll"] = min(known, default=None)
 
     def _not_finite(self, answer: Sequence[int], token: int) -> NotFiniteError:
         return self.engine.not_finite(self._tensor(self.talk.text), [answer], token, self._context)

@@ -262,6 +262,7 @@ class Runner:
         run."""
         if not side.running:
             return []
+        self._measure(side)
         with Usage(self.device) as usage:
             ended = side.batch.run()
         for asking in side.running.values():
@@ -271,6 +272,16 @@ class Runner:
             self.used(asking.transcript.prefill.backends)
             self.used(asking.transcript.decode.backends)
         return over
+
+    def _measure(self, side: SideBySide) -> None:
+        """Measure the likelihood of right answers to all turns that begin, together."""
+        begun = {one: asking for asking in side.running.values() if (one := asking.unmeasured)}
+        if self.likelihood is not None and begun:
+            for asking, costs in zip(
+                begun.values(), self.likelihood.measure([*begun]), strict=True
+            ):
+                asking.measured(costs)
+            wait_for(self.device)
 
     def used(self, backends: Mapping[str, Sequence[str]]) -> None:
         """Add backends of operations to those that this job has used."""

@@ -68,9 +68,10 @@ def dense(item: PreparedExample, protocol: str = "prompt") -> float:
 
 
 @pytest.mark.tokens
+@pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("protocol", ["prompt", "context"])
-def test_under_full_it_is_that_of_one_forward(tmp_path: Path, protocol: str) -> None:
-    made = run(tmp_path, Full(), protocol=protocol)
+def test_under_full_it_is_that_of_one_forward(tmp_path: Path, protocol: str, batch: int) -> None:
+    made = run(tmp_path, Full(), protocol=protocol, batch=batch)
     wanted = [dense(item, protocol) for item in prepare(niah(depths=2), MODEL, Settings())]
     assert nll_of(made.records) == pytest.approx(wanted, abs=1e-4)
 
@@ -101,22 +102,27 @@ def test_a_run_is_otherwise_the_same_however_it_runs(how: str, tmp_path: Path) -
 
 @dataclass(frozen=True)
 class Answered(Niah):
-    """A needle whose references are given."""
+    """A needle whose references are given, one less in each further prompt."""
 
     answers: tuple[str, ...] = ("4", "one", "another")
 
     def examples(self, env: TaskEnv) -> Iterator[Example]:
-        for example in super().examples(env):
-            yield replace(example, references=self.answers)
+        for number, example in enumerate(super().examples(env)):
+            yield replace(example, references=self.answers[number:])
 
 
 @pytest.mark.tokens
 def test_the_best_of_several_counts_and_one_token_has_none(tmp_path: Path) -> None:
-    short = {"lengths": (400,), "depths": 1, "max_new_tokens": 6, "template": "{context}\n\n{question}\n"}
-    [item] = prepare(task := Answered(**short), MODEL, Settings())
-    costs = [dense(replace(item, example=replace(item.example, references=(one,)))) for one in task.answers[1:]]
-    assert nll_of(run(tmp_path, Full(), task).records) == [pytest.approx(min(costs), abs=1e-4)]
-    assert nll_of(run(tmp_path, Full(), Answered(**short, answers=("4",))).records) == [None]
+    """Side by side, answers end at different steps."""
+    short = {"lengths": (400,), "depths": 2, "max_new_tokens": 6, "template": "{context}\n\n{question}\n"}
+    items = prepare(task := Answered(**short), MODEL, Settings())
+    costs = [
+        min(dense(replace(item, example=replace(item.example, references=(one,)))) for one in task.answers[1:])
+        for item in items
+    ]
+    assert nll_of(run(tmp_path, Full(), task, batch=2).records) == pytest.approx(costs, abs=1e-4)
+    one = Answered(**short | {"depths": 1}, answers=("4",))
+    assert nll_of(run(tmp_path, Full(), one).records) == [None]
 
 
 @pytest.mark.parametrize("changes", [{"trace": "on"}, {"generation": GenerationSettings(force_length=True)}], ids=str)
