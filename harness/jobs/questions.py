@@ -253,6 +253,7 @@ class ContextSession:
         self, batch: RunningBatch, turn: PreparedExample, logits: Tensor | None, began: float
     ) -> RunningSequence:
         cache, unread = self.talk.found.cache, self._tensor(self.talk.unread)
+        cache.state.draw_for(self.asked.example.id)
         return batch.join(cache, logits, unread, began=began, **self.ending(turn))
 
     @torch.inference_mode()

@@ -70,14 +70,14 @@ class KeepScored(KeepGenerated):
 @dataclass(frozen=True)
 class KeepRandom(KeepGenerated):
     """Keep the newest generated tokens and a random sample of the others, another in each head. A
-    draw depends on `seed` (that of the run), the layer, the length of the prompt and that of the
-    text so far. So a resumed run repeats it, and a sequence draws in a batch what it draws alone."""
+    draw depends on `seed` (that of the run), the example, the layer and the length of the text so far.
+    So a resumed run repeats it, and a sequence draws in a batch what it draws alone."""
 
     seed: int
 
     def choose(self, layer: Layer, count: int, size: int) -> Tensor:
         plan = Plan(0, min(NEWEST, size // 2), size - min(NEWEST, size // 2))
-        place = f"{self.seed}/{layer.spec.index}/{layer.dropped.end}/{layer.seen}"
+        place = f"{self.seed}/{layer.cache.example}/{layer.spec.index}/{layer.seen}"
         draw = torch.Generator().manual_seed(Random(place).getrandbits(63))
         numbers = torch.rand(1, layer.heads, count - plan.local, generator=draw)
         drawn = numbers.topk(plan.top).indices.to(layer.request.device)

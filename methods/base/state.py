@@ -156,7 +156,8 @@ class CacheState:
     """Hold what all layers of a cache share: the `request`, what changes with every step
     (`traffic`, `counters`, `checks`), and the `engine` that moves keys and values between host and
     device for all caches of the device. `ahead`: they move as soon as they are asked for, otherwise
-    when they are waited for."""
+    when they are waited for. `example`: a name of the sequence, by which a method that draws at random
+    draws the same wherever that sequence runs (`draw_for`)."""
 
     request: Request
     traffic: Traffic = field(default_factory=Traffic)
@@ -164,6 +165,7 @@ class CacheState:
     checks: Checks = field(default_factory=Checks)
     engine: TransferEngine = field(default_factory=TransferEngine)
     ahead: bool = False
+    example: str = ""
     # until the next layer defers, or the step ends
     deferred: list[Callable[[], None]] = field(default_factory=list)
     _elsewhere: dict[torch.device, CacheState] = field(default_factory=dict, init=False, repr=False)
@@ -212,6 +214,11 @@ class CacheState:
         if device not in self._elsewhere:
             self._elsewhere[device] = replace(self, request=replace(self.request, device=device))
         return self._elsewhere[device]
+
+    def draw_for(self, example: str) -> None:
+        """Let the layers draw at random for the sequence of this name."""
+        for state in (self, *self._elsewhere.values()):
+            state.example = example
 
     def with_dense(self, layers: Iterable[int]) -> CacheState:
         """Return this state with a budget under which the layers with the indices `layers` read

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import combinations
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -250,15 +251,16 @@ def test_a_further_turn_reads_what_was_left_and_is_ranked_too(method: Method) ->
 def test_a_random_sample_stays_of_an_answer_another_in_each_head_and_the_newest() -> None:
     most, steps = 3 * NEWEST, 4 * NEWEST
     s = Sequences(SHAPES[1], PROMPT + steps)
-    places = dict[int, Tensor]()
-    for seed in (1, 2, 1):
+    places = dict[tuple[int, str], Tensor]()
+    for seed, example in ((1, "a"), (2, "a"), (1, "b"), (1, "a")):
         (layer,) = s.start(SNAP, Budget(1.0, generated=most), abilities=(KeepRandom(seed),))
+        layer.cache.draw_for(example)  # type: ignore[attr-defined]
         s.seal([layer], 0, PROMPT)
         for position in range(PROMPT, PROMPT + steps):
             s.decode([layer], position)
         stored = layer.stored_positions()  # type: ignore[attr-defined]
-        assert torch.equal(places.setdefault(seed, stored), stored)
-    assert not torch.equal(places[1], places[2])
+        assert torch.equal(places.setdefault((seed, example), stored), stored)
+    assert not any(torch.equal(one, two) for one, two in combinations(places.values(), 2))
     assert torch.equal(stored[0], stored[1])  # of a batch, what each draws alone
     assert not torch.equal(stored[:, 0], stored[:, 1])
     assert stored.shape[2] <= PROMPT + most

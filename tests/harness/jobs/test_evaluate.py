@@ -28,6 +28,7 @@ from methods.full import Full
 from methods.infllm import InfLLM
 from methods.lm_infinite import LMInfinite
 from methods.oracle import Oracle
+from methods.snapkv import SnapKV
 from methods.streaming import Streaming, StreamingKeep
 from tests import forks
 from tests.failures import third_record_fails
@@ -111,17 +112,22 @@ def test_corrected_answers_are_another_run(
     assert (first.summary["score"]["mean"], corrected.summary["score"]["mean"]) == (0.0, 1.0)
 
 
+RANDOM = {"method": SnapKV(), "budget": 1.0, "budget_generated": 8, "keep_generated": "random"}
+
+
 @pytest.mark.tokens
-@both
-def test_an_error_in_the_middle_loses_and_repeats_nothing(tmp_path: Path, shared: bool) -> None:
-    whole = run(tmp_path / "whole", baseline="off", shared_prefill=shared)
+@pytest.mark.parametrize("how", [{}, {"shared_prefill": True}, RANDOM], ids=["alone", "shared", "random"])
+def test_an_error_in_the_middle_loses_and_repeats_nothing(tmp_path: Path, how: dict[str, Any]) -> None:
+    """Under Random Attention each example has draws of its own, whenever it runs."""
+    how = {"task": niah(max_new_tokens=24), "baseline": "off", **how}
+    whole = run(tmp_path / "whole", **how)
     with third_record_fails():
-        run(tmp_path / "torn", baseline="off", shared_prefill=shared)
+        run(tmp_path / "torn", **how)
     (lines,) = (tmp_path / "torn").glob("*/examples.jsonl")
     assert lines.read_text().count("\n") == 2
     with lines.open("a") as file:
         file.write('{"id": "half a li')
-    assert without_times(run(tmp_path / "torn", baseline="off", shared_prefill=shared)) == without_times(whole)
+    assert without_times(run(tmp_path / "torn", **how)) == without_times(whole)
 
 
 def two_jobs(root: Path, shared: bool) -> list[Job]:
