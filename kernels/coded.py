@@ -5,8 +5,7 @@ Integer codes are written as in KIVI (kernels/quantise.py): keys share a range p
 block of tokens, values over neighbouring channels of a token. Other codes are floats of 8 bits,
 with a scale for each token's key and value, floats of 4 bits (kernels/nvfp4.py), or numbers of
 levels, with a norm for each (kernels/levels.py). Compiled backends decode in registers, so that
-only codes are read from memory; on a GPU, levels, floats of 4 bits and keys with channels in full
-precision are decoded in plain torch. Products and sums run in fp32."""
+only codes are read from memory. Products and sums run in fp32."""
 
 from __future__ import annotations
 
@@ -22,7 +21,8 @@ from kernels.nvfp4 import CodedFloats4
 from kernels.per_sequence import PerSequence
 from kernels.quantise import dequantise, from_float8
 from kernels.ragged import Ragged, by_sequence
-from kernels.reference import Segment, gather_rows, segment_attention_with_lse
+from kernels.reference import Segment, gather_rows
+from kernels.rotated import Rotated, rotate, rotate_back
 
 
 class Coded(NamedTuple):
@@ -137,34 +137,48 @@ def _between(x: Any, first: int | PerSequence, end: int | PerSequence) -> Any:
 
 @by_sequence
 def coded_attention(
-    q: Tensor, segments: Sequence[Segment | Codes], scale: float
+    q: Tensor, segments: Sequence[Segment | Codes | Rotated], scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attend from one token per sequence to all tokens of `segments`, some of which are codes,
-    under one softmax, and return its log-sum-exp too. q [B H 1 D] -> [B H 1 D], [B H] (fp32)"""
+    under one softmax, and return its log-sum-exp too. Rotated codes are read by a rotated query. q
+    [B H 1 D] -> [B H 1 D], [B H] (fp32)"""
     pieces = [
         piece
         for segment in segments
-        for piece in ([segment] if isinstance(segment, Segment) else _pieces(segment))
+        for piece in (_pieces(segment) if isinstance(segment, Codes) else [segment])
     ]
     return under_one_softmax(q, pieces, scale, _attended)
 
 
 def under_one_softmax(
     q: Tensor,
-    segments: Sequence[Segment | Codes],
+    segments: Sequence[Segment | Codes | Rotated],
     scale: float,
     attend: Callable[[Tensor, Codes, float], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
     """Attend to codes with `attend`, one after the other, and to all other segments at once, and
     merge what comes out. q [B H 1 D] -> [B H 1 D], log-sum-exp [B H]"""
-    parts = [attend(q, codes, scale) for codes in segments if not isinstance(codes, Segment)]
+    parts = [
+        _attended_rotated(q, codes, scale)
+        if isinstance(codes, Rotated)
+        else attend(q, codes, scale)
+        for codes in segments
+        if not isinstance(codes, Segment)
+    ]
     if plain := [segment for segment in segments if isinstance(segment, Segment)]:
         parts.append(ops.segment_attention_with_lse(q, plain, scale))
     return ops.merge_attention_with_lse(*zip(*parts, strict=True)) if parts[1:] else parts[0]
 
 
+def _attended_rotated(q: Tensor, rotated: Rotated, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend to codes of rotated keys and values, and rotate the output back."""
+    turned = rotate(q, rotated.seed).to(q.dtype)
+    out, lse = ops.coded_attention(turned, [rotated.tokens], scale)
+    return rotate_back(out, rotated.seed, q.dtype), lse
+
+
 def _attended(q: Tensor, coded: Codes, scale: float) -> tuple[Tensor, Tensor]:
-    decoded: tuple[Tensor, Tensor] = segment_attention_with_lse(
+    decoded: tuple[Tensor, Tensor] = ops.segment_attention_with_lse(
         q, [_decoded(coded, q.dtype)], scale
     )
     return decoded

@@ -47,6 +47,11 @@ class CodedLevels(NamedTuple):
         return 1
 
     @property
+    def kind(self) -> tuple[int, int, int, int]:
+        """Return the four numbers of `Coded.kind`; a key's bits are those of its level."""
+        return 1, self.bits - (self.seed is not None), self.bits, 1
+
+    @property
     def all_four(self) -> tuple[Tensor, ...]:
         """Return four tensors, as `Coded.all_four` does: codes of keys, codes of values, then twice
         the norms, in the places of the ranges of keys and of values."""
@@ -116,9 +121,11 @@ def best_levels(dim: int, bits: int) -> tuple[float, ...]:
 
 
 @cache
-def level_table(dim: int, bits: int, device: torch.device) -> Tensor:
-    """Return `best_levels` as a tensor on `device`, [2**bits] fp32."""
-    return torch.tensor(best_levels(dim, bits), device=device)
+def level_table(
+    dim: int, bits: int, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return `best_levels` as a tensor on `device`, [2**bits]."""
+    return torch.tensor(best_levels(dim, bits), dtype=dtype, device=device)
 
 
 @cache

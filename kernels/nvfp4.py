@@ -43,6 +43,11 @@ class CodedFloats4(NamedTuple):
         return self.k.shape[3] * 2
 
     @property
+    def kind(self) -> tuple[int, int, int, int]:
+        """Return the four numbers of `Coded.kind`, where a group of channels shares a scale."""
+        return self.dim // CHANNELS, 4, 4, self.block
+
+    @property
     def all_four(self) -> tuple[Tensor, ...]:
         """Return four tensors, as `Coded.all_four` does: codes of keys, codes of values, scales of
         blocks and scales of tokens."""
@@ -68,9 +73,9 @@ def encode_nvfp4(k: Tensor, v: Tensor, block: int) -> tuple[CodedFloats4, Tensor
 
 
 @cache
-def level_table(device: torch.device) -> Tensor:
-    """Return what the 16 codes stand for, [16] fp32 on `device`."""
-    return torch.tensor([sign * x for sign in (1, -1) for x in LEVELS], device=device)
+def level_table(device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return what the 16 codes stand for, [16] on `device`."""
+    return torch.tensor([sign * x for sign in (1, -1) for x in LEVELS], dtype=dtype, device=device)
 
 
 def _written(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

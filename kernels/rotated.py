@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from functools import cache
 from math import sqrt
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.coded import Codes
-from kernels.reference import Segment
+if TYPE_CHECKING:
+    from kernels.coded import Codes
 
 
 class Rotated(NamedTuple):
-    """Hold tokens whose keys and values were rotated by `rotation(dim, seed)` before they were
-    written."""
+    """Hold codes of tokens whose keys and values were rotated by `rotation(dim, seed)` before they
+    were written."""
 
-    tokens: Segment | Codes
+    tokens: Codes
     seed: int
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels import ops
 from kernels.coded import Codes
 from kernels.reference import Segment
-from kernels.rotated import Rotated, rotate, rotate_back
+from kernels.rotated import Rotated
 
 
 def with_sink(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> Tensor:
@@ -100,22 +100,11 @@ def _attended(
 ) -> tuple[Tensor, Tensor]:
     """Attend to all segments without a sink logit (no further term in the softmax), and return the
     log-sum-exp too. If some segments are codes (quantised keys and values), an operation of its own
-    reads all; what is rotated is read by a rotated query. q [B H 1 D] -> [B H 1 D], [B H]"""
-    unrotated = [segment for segment in segments if not isinstance(segment, Rotated)]
-    parts = [
-        _attended_rotated(q, segment, scale) for segment in segments if isinstance(segment, Rotated)
-    ]
-    if unrotated:
-        coded = not all(isinstance(segment, Segment) for segment in unrotated)
-        attend = ops.coded_attention if coded else ops.segment_attention_with_lse
-        parts.append(attend(q, unrotated, scale))
-    return ops.merge_attention_with_lse(*zip(*parts, strict=True)) if parts[1:] else parts[0]
-
-
-def _attended_rotated(q: Tensor, segment: Rotated, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend to tokens whose keys and values are rotated, and rotate the output back."""
-    out, lse = _attended(rotate(q, segment.seed).to(q.dtype), [segment.tokens], scale)
-    return rotate_back(out, segment.seed, q.dtype), lse
+    reads all. q [B H 1 D] -> [B H 1 D], [B H]"""
+    coded = not all(isinstance(segment, Segment) for segment in segments)
+    attend = ops.coded_attention if coded else ops.segment_attention_with_lse
+    result: tuple[Tensor, Tensor] = attend(q, segments, scale)
+    return result
 
 
 def column_sums(q: Tensor, k: Tensor, scale: float, sink_logits: Tensor | None) -> Tensor:

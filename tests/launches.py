@@ -28,6 +28,7 @@ from harness import Engine, RunningBatch, attached
 from harness.engine import forward
 from harness.engine.forward import BlockForward
 from kernels.dispatch import use_backend
+from methods.base import Budget
 from methods.kivi import Kivi
 from methods.shadowkv import ShadowKV
 from methods.tiers.codecs import codec_of
@@ -127,13 +128,16 @@ class LaunchRecorder(DispatchRecorder):
 
 
 def attached_to(name: str) -> Any:
-    """Attach a method, made small, to the model. Without a hit cache, whose sequences attend one after the other."""
+    """Attach a method, made small, to the model, in the codec whose name follows, or with a budget by mass. Without a
+    hit cache, whose sequences attend one after the other."""
+    name, _, asked = name.partition(" ")
     method = small(name)
     method = replace(method, hit_cache=False) if isinstance(method, ShadowKV) else method
     # every prompt fills more than one block, and no step does
     method = replace(method, group=4, residual=20) if isinstance(method, Kivi) else method
-    budget = BUDGET if method.uses_budget else None
-    codec = codec_of("int4") if name == "coded" else None
+    budget = Budget(BUDGET, mass=0.9 if asked == "mass" else None) if method.uses_budget else None
+    asked = asked.removeprefix("mass") or ("int4" if name == "coded" else "")
+    codec = codec_of(asked) if asked else None
     return attached(joined_model(), method, budget=budget, calibration=prompt(64, seed=9), codec=codec)
 
 

@@ -36,6 +36,7 @@ from kernels.levels import CodedLevels, level_table, normal_matrix
 from kernels.nvfp4 import CodedFloats4
 from kernels.ragged import Ragged, counts_of, first_of, table_of
 from kernels.reference import Segment
+from kernels.rotated import Rotated
 
 CODES = FieldGroup(
     "Codes",
@@ -108,7 +109,7 @@ _MOST_CHANNELS, _MOST_RANGES = 256, 16
 
 
 def coded_attention(
-    q: Tensor, segments: Sequence[Segment | Codes], scale: float
+    q: Tensor, segments: Sequence[Segment | Codes | Rotated], scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attend from one token per sequence to coded and other segments, as kernels/coded.py defines
     it: q [B H 1 D] -> [B H 1 D], log-sum-exp [B H]"""
@@ -133,13 +134,14 @@ def _attended(q: Tensor, coded: Codes, scale: float) -> tuple[Tensor, Tensor]:
 
 
 def coded_attention_refuses(
-    q: Tensor, segments: Sequence[Segment | Codes], scale: float
+    q: Tensor, segments: Sequence[Segment | Codes | Rotated], scale: float
 ) -> str | None:
     if q.dtype not in WIDTHS or q.is_cuda:
         return f"takes float32 and bfloat16 on the CPU, got {q.dtype} on {q.device}"
     if q.shape[3] > MOST_LINES * WIDTHS[q.dtype]:
         return f"is not built for heads of {q.shape[3]} x {q.dtype}"
-    reasons = (_unfit(coded, q.dtype) for coded in segments if not isinstance(coded, Segment))
+    of_codes = (each.tokens if isinstance(each, Rotated) else each for each in segments)
+    reasons = (_unfit(coded, q.dtype) for coded in of_codes if not isinstance(coded, Segment))
     return next((reason for reason in reasons if reason), None)
 
 
@@ -191,11 +193,10 @@ def _described(coded: Codes) -> dict[str, Any]:
     elif isinstance(coded, CodedFloats):
         kind, ranges, key_bits, bits = 1, 2, 8, 8
     elif isinstance(coded, CodedFloats4):
-        kind, ranges, key_bits, bits = 3, coded.dim // nvfp4.CHANNELS, 4, 4
+        kind, (ranges, key_bits, bits, _) = 3, coded.kind
         levels = (nvfp4.level_table(torch.device("cpu")),) * 2
     else:
-        kind, ranges, bits = 2, coded.norms.shape[3], coded.bits
-        key_bits = bits - (coded.seed is not None)
+        kind, ranges, (_, key_bits, bits, _) = 2, coded.norms.shape[3], coded.kind
         levels = tuple(level_table(coded.dim, x, torch.device("cpu")) for x in (bits, key_bits))
     described: dict[str, Any] = {
         "codes_levels": levels[0],

@@ -394,7 +394,7 @@ class RotatedCodec(_Checked):
 
     def segment(self, stored: Encoded, dtype: torch.dtype) -> Rotated:
         tokens = self.inner.segment(stored, dtype)
-        assert not isinstance(tokens, Rotated)
+        assert not isinstance(tokens, Segment | Rotated)
         return Rotated(tokens, self.seed)
 
     def _back(self, both: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

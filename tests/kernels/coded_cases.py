@@ -13,6 +13,7 @@ from kernels.levels import CodedLevels, encode_levels
 from kernels.nvfp4 import CodedFloats4, encode_nvfp4
 from kernels.quantise import pack, quantise, to_float8
 from kernels.reference import Segment
+from kernels.rotated import Rotated
 
 
 class Shape(NamedTuple):
@@ -123,6 +124,15 @@ def attention() -> Iterator[tuple[str, tuple[Any, ...]]]:
     for name, (bits, seed, (batch, groups, tokens, dim)) in LEVELS.items():
         written = levels((batch, groups, tokens, dim), bits, seed, spare=3)
         yield name, (random(3, batch, groups * 3, 1, dim), [written], 0.1)
+
+    for name in ("tq3q-dim80", "tq4q"):  # rotated, beside plain tokens
+        bits, seed, (batch, groups, tokens, dim) = LEVELS[name]
+        plain = Segment(*(random(seed, batch, groups, 9, dim) for seed in (4, 5)))
+        turned = Rotated(levels((batch, groups, tokens, dim), bits, seed), 1)
+        yield f"{name}-turned", (random(3, batch, groups * 5, 1, dim), [plain, turned], 0.1)
+    shape = SHAPES["int4"]
+    q = random(3, shape.batch, shape.heads, 1, shape.dim)
+    yield "int4-turned", (q, [Rotated(coded(shape), 2), Rotated(coded(shape), 3)], 0.1)
 
 
 def encoded() -> Iterator[tuple[str, tuple[Any, ...]]]:

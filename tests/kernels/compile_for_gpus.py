@@ -79,6 +79,10 @@ CASES = (
     "coded_attention-fp8-dim96", "decode_rows-fp8-some", "coded_attention-int8-and-others", "decode_rows-int4-recent",
     "coded_attention-int4-values-int2", "decode_rows-int2-values-int8-dim96-some", "encode_codes-int4-values-int2",
     "decode_rows-last-of-each-int4", "encode_codes-int8", "encode_codes-int4", "encode_codes-int2",
+    "coded_attention-int4-kept4", "decode_rows-int4-kept4-some", "coded_attention-nvfp4", "coded_attention-nvfp4-dim80",
+    "decode_rows-nvfp4-some", "decode_rows-nvfp4-dim80-all", "coded_attention-tq2", "coded_attention-tq3",
+    "coded_attention-tq4", "coded_attention-tq2q", "coded_attention-tq3q-dim80-turned", "coded_attention-tq4q-turned",
+    "coded_attention-int4-turned", "coded_attention-3-of-each-tq3", "decode_rows-tq3-some", "decode_rows-tq4-some",
 )  # fmt: skip
 BLOCKS = ("smollm", "qwen3", "dim96-prompt", "glm-prompt")
 OPS = {op.name: op for op in ops.ALL}

@@ -17,6 +17,7 @@ from kernels.coded import Codes
 from kernels.partial import Guess
 from kernels.ragged import Ragged
 from kernels.reference import Segment, pq_held
+from kernels.rotated import Rotated
 from kernels.top_p import KeyCodes, quantised_keys
 from kernels.windowed import windowed_attention
 from tests.kernels import coded_cases
@@ -57,6 +58,8 @@ def converted(value: Any, dtype: torch.dtype, device: torch.device | str = "cpu"
         tensors = {name: x for name, x in value._asdict().items() if isinstance(x, Tensor | Ragged)}
         kinds = {"kept": dtype, "of_tensor": torch.float32}
         return value._replace(**{n: converted(x, kinds.get(n, torch.float16), device) for n, x in tensors.items()})
+    if isinstance(value, Rotated):
+        return Rotated(converted(value.tokens, dtype, device), value.seed)
     if isinstance(value, Segment):
         kept = None if value.log_weights is None else converted(value.log_weights, torch.float32, device)
         return Segment(*(converted(x, dtype, device) for x in value[:4]), kept)

@@ -207,12 +207,13 @@ def codes() -> Iterator[OpCase]:
 
 
 def other_codes() -> Iterator[OpCase]:
-    """Keys with channels in full, values of other bits, and floats of 4 bits."""
+    """Keys with channels in full, values of other bits, floats of 4 bits, and levels."""
     sizes, shape = (320, 32, 64), coded_cases.SHAPES[coded_cases.KEPT]._replace(value_bits=2)
     kept = [coded_cases.coded(shape._replace(tokens=tokens, block=32), spare=1) for tokens in sizes]
     floats4 = [coded_cases.floats4((1, 2, tokens, shape.dim), 32, spare=1) for tokens in sizes]
+    of_levels = [coded_cases.levels((1, 2, tokens, shape.dim), 3, None, spare=1) for tokens in sizes]
     rows, q = pick(5, 3, 2, 32, 20), random(3, 3, shape.heads, 1, shape.dim)
-    for name, members in (("kept", kept), ("nvfp4", floats4)):
+    for name, members in (("kept", kept), ("nvfp4", floats4), ("tq3", of_levels)):
         joined = _joined(members)
         yield OpCase("coded_attention", f"3-of-each-{name}", (q, [joined], 0.2))
         yield OpCase("decode_rows", f"some-of-each-{name}", (joined, rows, rows // 32, torch.float32))

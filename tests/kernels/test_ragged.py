@@ -29,7 +29,6 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 BACKENDS = "cpu", "triton"
 ON_GPU = {"cpu": [], "triton": [pytest.mark.gpu] if HAS_GPU else []}  # a part of `make test-gpu` where there is one
 SET_APART = re.compile("by-channel|attention_with_mean")  # the latter adds to an argument
-FOR_CPU = re.compile("kept|nvfp4")  # codes that Triton leaves to plain torch
 CHOOSING = "top_k", "pq_best", "group_weights", "group_margins"  # of logits, which are fp32 whatever the keys are
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy, and masked lanes warn too
 
@@ -44,7 +43,7 @@ def runs() -> list[Any]:
         pytest.param(case, backend, dtype, id=f"{case}-{backend}-{str(dtype)[6:]}", marks=ON_GPU[backend])
         for case in ragged_cases()
         for backend in BACKENDS
-        if backend in OPS[case.op].targets and not (backend == "triton" and FOR_CPU.search(case.name))
+        if backend in OPS[case.op].targets
         for dtype in TOLERANCE
         if dtype == torch.float32 or str(case) in also
     ]
@@ -59,8 +58,7 @@ def results(result: Any) -> list[Tensor]:
 
 def several_in_triton() -> list[OpCase]:
     """Return the cases of several sequences that Triton serves."""
-    served = [case for case in ragged_cases() if "triton" in OPS[case.op].targets]
-    cases = [case for case in served if not FOR_CPU.search(case.name)]
+    cases = [case for case in ragged_cases() if "triton" in OPS[case.op].targets]
     return [case for case in cases if len(sequence_by_sequence(tuple(case.args))) > 1]
 
 

@@ -51,6 +51,12 @@ def test_the_table_holds_what_was_aimed_at() -> None:
     assert all(max(told[code(name)]) <= most for name, most in AIMED.items())
 
 
+@pytest.mark.parametrize("name", ["coded tq4", "coded tq3q", "coded nvfp4", "coded int4+4", "coded int4h", "kvzip tq4"])
+def test_a_codec_launches_as_integers_do(name: str) -> None:
+    """Also where KV heads hold different numbers of tokens."""
+    assert launches_of(name, SEQUENCES[0])[COUNTED] == launches_of("coded", SEQUENCES[0])[COUNTED]
+
+
 @pytest.mark.parametrize("name", AIMED)
 def test_the_rest_of_a_step_launches_what_the_page_says(name: str) -> None:
     """Embedding, angles, sum and norm, head, two for the most likely tokens, and counters."""
