@@ -205,6 +205,14 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
             ops.partial_products(None, new)
         return super().decode(x)
 
+    def lend(self, x: AttnInput) -> Tensor:
+        if self.plan is not None:  # what was guessed for the layer's own queries serves others
+            assert self.rows is not None
+            self.guessed = self.rows, self.counts
+        out = super().lend(x)
+        self.guessed = None
+        return out
+
     def fetch(self, rows: Tensor) -> Segment:
         if self.arrival is None:
             self._send_for(rows, self.counts)

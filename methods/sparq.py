@@ -93,6 +93,10 @@ class SparQRead(
         self.value = x.v if self.method.mean_value else None
         return super().read(x, plan)
 
+    def lend(self, x: AttnInput) -> Tensor:
+        # the sum of all values holds the step's own already
+        return super().lend(replace(x, v=torch.zeros_like(x.v)))
+
     def _scores(self, picked: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the approximate logits of the middle tokens, which are all between sinks and
         window, summed over each group's query heads, [B G M], and each head's log-sum-exps of parts of

@@ -59,6 +59,10 @@ MORE = {  # that the suite takes with fewer methods, or by tests of their own
     "MiniMax-M2": "minimax_m2",
     "OLMo 3": "olmo3",
     "Hunyuan": "hunyuan_v1_dense",
+    "Gemma 3n": "gemma3n_text",
+    "Gemma 4 31B": "gemma4_text",
+    "Gemma 4 26B-A4B": "gemma4_moe",
+    "Gemma 4 E2B and E4B": "gemma4",
     "Granite 4.0 dense": "granite4",
     "Granite 4.0 H": "granitemoehybrid",
     "Qwen3.5": "qwen3_5_text",
@@ -79,8 +83,6 @@ NONE_RUNS = {  # families that every method is refused on -> a kind that transfo
     "DeepSeek V3.2, GLM-5": "deepseek_v32",
     "MiniMax-M3": "minimax_m3_vl_text",
     "Gemma 2": "gemma2",
-    "Gemma 3n, Gemma 4 E2B and E4B": "gemma3n_text",
-    "Gemma 4 31B and 26B-A4B": "gemma4_text",
     "Llama 4": "llama4_text",
     "MiMo-V2-Flash": "mimo_v2_flash",
     "Mamba, Mamba 2": "mamba2",
@@ -209,6 +211,8 @@ def outcome(architecture: str, name: str) -> str:
     except REFUSALS as refusal:
         return str(refusal)
     except ValueError as refusal:
+        if " keys and values: choose " in str(refusal):
+            return str(refusal)
         if " must know " not in str(refusal):
             raise
         return "must know " + str(refusal).partition(" must know ")[2].partition(", which could not")[0]

@@ -26,6 +26,7 @@ SHAPE = {
     "pad_token_id": 0,
 }
 WINDOW = 24  # of layers that slide
+SLIDES = ["sliding_attention", "sliding_attention", "full_attention"]
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "mistral": {"sliding_window": None},
@@ -34,7 +35,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "gemma3_text": {
         "head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": WINDOW, "num_hidden_layers": 6,
-        "layer_types": 2 * ["sliding_attention", "sliding_attention", "full_attention"], "tie_word_embeddings": False,
+        "layer_types": 2 * SLIDES, "tie_word_embeddings": False,
     },
     "gpt_oss": {
         "head_dim": 16, "sliding_window": WINDOW, "num_hidden_layers": 4, "num_local_experts": 4,
@@ -47,6 +48,14 @@ PARTLY: dict[str, dict[str, Any]] = {  # they rotate a part of each head: GLM ne
     "glm4": {"head_dim": 16, "attention_bias": True},
     "phi4": {"model_type": "phi3", "rope_parameters": PART, "partial_rotary_factor": 0.75},
 }
+GEMMA4: dict[str, Any] = {  # layers that slide have smaller heads
+    "head_dim": 16, "global_head_dim": 32, "sliding_window": WINDOW, "num_hidden_layers": 4,
+    "layer_types": 2 * SLIDES[1:], "hidden_size_per_layer_input": 0,
+}  # fmt: skip
+E2B: dict[str, Any] = GEMMA4 | {  # the last two layers borrow keys and values
+    "model_type": "gemma4_text", "num_hidden_layers": 6, "layer_types": 3 * SLIDES[1:], "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 199,
+}  # fmt: skip
 FURTHER: dict[str, dict[str, Any]] = {  # families that tests/families.py alone holds against `generate`
     "qwen2.5-14b": {"model_type": "qwen2", "hidden_size": 160, "num_attention_heads": 10},  # groups of 5 query heads
     "qwen3_moe": {"head_dim": 16, "moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 2},
@@ -59,6 +68,16 @@ FURTHER: dict[str, dict[str, Any]] = {  # families that tests/families.py alone 
     "minimax_m2": {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmo3": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
     "hunyuan_v1_dense": {"head_dim": 16},
+    "gemma4_text": GEMMA4 | {"attention_k_eq_v": True, "num_key_value_heads": 4, "num_global_key_value_heads": 2},
+    "gemma4_e2b": E2B,
+    "gemma3n_text": {
+        "head_dim": 16, "sliding_window": WINDOW, "num_hidden_layers": 6, "layer_types": 3 * SLIDES[1:],
+        "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 199,
+        "laurel_rank": 8, "intermediate_size": 6 * [160], "activation_sparsity_pattern": 6 * [0.0],
+    },  # the last two layers borrow keys and values
+    "gemma4_moe": GEMMA4
+    | {"model_type": "gemma4_text", "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+    | {"moe_intermediate_size": 48},
     "granite4": {
         "model_type": "granitemoehybrid", "layer_types": 3 * ["attention"], "position_embedding_type": "rope",
         "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 64, "mamba_n_heads": 8,
@@ -134,6 +153,11 @@ WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # of texts and
     "qwen2_5_vl": ("qwen2_5_vl", {"rope_parameters": AXES}, IMAGES),
     "qwen3_vl": ("qwen3_vl", {"rope_parameters": AXES}, IMAGES),
     "qwen3_vl_moe": ("qwen3_vl_moe", {"rope_parameters": AXES, "num_experts": 4} | FEW, IMAGES),
+    "gemma4": (
+        "gemma4",
+        E2B | {"vocab_size_per_layer_input": 264},
+        {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8},
+    ),
     "qwen3_5": ("qwen3_5", GDN, IMAGES),
     "qwen3_5_moe": ("qwen3_5_moe", GDN | FEW | {"num_experts": 4, "shared_expert_intermediate_size": 48}, IMAGES),
 }

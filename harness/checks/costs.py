@@ -35,7 +35,11 @@ def measured(
         moved = cache.traffic.settle().total_bytes - before
         layers: list[Any] = cache.method_layers
         generated = sum(
-            layer.attended.generated * layer.spec.row_channels * itemsize * layer.heads
+            layer.attended.generated
+            * layer.spec.row_channels
+            * itemsize
+            * layer.heads
+            * (1 + layer.spec.borrowers)
             for layer in layers
         )
         read = round((tracer.bytes_read(cache) or generated) - generated)
@@ -45,6 +49,6 @@ def measured(
             tokens, prunes = budget.tokens(length, spec.index), budget.prunes(spec.index)
             said += method.cost(
                 LayerWorkload(spec, length, tokens, placement, itemsize, RESERVE, codec, prunes)
-            )
+            ).read_by(1 + spec.borrowers)
         by_query_head = any(layer.union_excess() is not None for layer in layers)
     return real, said, by_query_head

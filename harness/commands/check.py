@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         with naming("method", describe(method)):
-            method.refuse_model(specs[0])
+            method.refuse_model(specs)
             method.require_known(specs)
     except ValueError as error:
         raise SettingsError(

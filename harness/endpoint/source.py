@@ -14,6 +14,7 @@ from harness.endpoint.client import Client, ServerGone, ServerRefused
 from harness.jobs.examples import PreparedExample
 from harness.models.base import WINDOW, Identity, ModelError, ModelInfo, no_window
 from harness.models.hub import HuggingFace, read_config
+from harness.models.probe import Heads
 from harness.models.remote import RemoteModel
 
 # parameters that change no answer, or that no folder of results may hold
@@ -22,8 +23,7 @@ NOT_RECORDED: Any = {"recorded": False}
 PASSING = ("created", "permission", "object")
 # numbers of a model that a server does not say
 OF_WEIGHTS = (
-    "num_heads", "num_kv_heads", "head_dim", "rotary_dim", "hidden_size", "inner_size", "chosen_experts", "vocab_size",
-    "num_parameters",
+    "rotary_dim", "hidden_size", "inner_size", "chosen_experts", "vocab_size", "num_parameters",
 )  # fmt: skip
 RUNNER = "harness.endpoint.runner"  # found by its name, since it knows this module
 # engines whose requests have more words than OpenAI's: a least length, EOS that is ignored, top_k, first words of an
@@ -106,6 +106,7 @@ class Endpoint(RemoteModel):
             window=window,
             trained_window=window,
             num_layers=1,
+            layer_heads=(Heads(0, 0, 0, 0),),
             dtype="fp32",
             layer_windows=(None,),
             sink_logits=False,

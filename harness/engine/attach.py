@@ -101,7 +101,7 @@ class Attachment:
         self.model_specs = layer_specs(model)
         self.rotary = text_rotary(model)
         self.specs = whole_layers(self.model_specs)  # the layers that the method serves
-        method.refuse_model(self.specs[0])
+        method.refuse_model(self.specs)
         for one in self.abilities:
             one.check_model(self.specs[0])
         method.require_known(self.specs)

@@ -331,6 +331,13 @@ class KVCache(Cache):
             self.watch.decode(self.layers[layer], x, out)
         return out
 
+    def lend(self, layer: int, x: AttnInput) -> Tensor:
+        """Compute attention of a layer of the model that has no keys and values of its own, to those
+        that layer `layer` has attended to in the same forward. `x.q` may be of its last tokens alone.
+        Return [B H T D]."""
+        start = self.num_tokens + self._arriving - x.q.shape[2]
+        return self.layers[layer].lend(replace(x, start=start))
+
     def advance_state(self, layer: int, run: Run, hidden: Tensor) -> Tensor:
         """Return what `run` makes of hidden states [B T E] in a layer of the model with a state, by
         its place in the model. The state goes on by T tokens."""

@@ -23,7 +23,7 @@ from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from harness.engine.cache import KVCache, UnsupportedError
-from harness.engine.hf import attention_modules, channel_pairing, rotates
+from harness.engine.hf import attention_modules, channel_pairings, rotates
 from harness.engine.pairing import Angles
 from harness.engine.rotation import TextRotary, rotation_table, text_rotary
 from harness.models.base import ARCHITECTURES, trained_window
@@ -52,7 +52,7 @@ class BlockForward:
         self.decoder: Any = model.get_decoder()
         self.rotary = text_rotary(model)
         _check(model)
-        neighbours = channel_pairing(model).neighbours
+        neighbours = channel_pairings(model)[0].neighbours
         self.blocks = [_block(layer, neighbours) for layer in self.decoder.layers]
         self.rotate = [rotates(module) for module in attention_modules(model)]
         if self.decoder.embed_tokens.weight.is_cuda:
@@ -182,7 +182,7 @@ def _check(model: PreTrainedModel) -> None:
         raise ForwardError(f"{type(model).__name__} is not one of {known} of transformers.")
     if unlike:
         raise ForwardError(f"{unlike}.")
-    if channel_pairing(model).angles is not Angles.TWICE:
+    if channel_pairings(model)[0].angles is not Angles.TWICE:
         raise ForwardError("its cos and sin have another form than those of Llama.")
     if model.config.hidden_act != "silu":
         raise ForwardError(f"its MLP uses {model.config.hidden_act}, not silu.")

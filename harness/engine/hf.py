@@ -51,11 +51,13 @@ _BY_TOKEN: WeakSet[nn.Module] = WeakSet()
 class _Call(NamedTuple):
     """Hold what the hook before an attention module knows and transformers does not pass to the
     attention function: the cache, the hidden states, cos and sin in the form of kernels/rope.py, and
-    which channels the model rotates together. `layer`: the module's place among those that hold keys
-    and values; `latent`: its weights, if it attends to latents."""
+    which channels the model rotates together. `layer`: the place, among layers that hold keys and
+    values, of the one whose keys and values the module reads; `borrows`: it is another layer's;
+    `latent`: the module's weights, if it attends to latents."""
 
     cache: KVCache
     layer: int
+    borrows: bool
     hidden: Tensor
     rotation: tuple[Tensor, Tensor]
     pairing: Pairing
@@ -116,8 +118,9 @@ def _attention(
         query, (key, value) = latent.query(query), latent.rows(key, value)
     query, key = map(kv_call.pairing.in_halves, (query, key))
     x = AttnInput(query, key, value, *kv_call.rotation, kv_call.hidden, cache.num_tokens)
+    attend = cache.lend if kv_call.borrows else cache.attend
     with current(query.device):
-        out = cache.attend(kv_call.layer, x)
+        out = attend(kv_call.layer, x)
         if latent is not None:
             out = latent.output(out)
         # some models view it in another shape
@@ -153,6 +156,7 @@ def _advance_state(found: StateModule, run: Run, hidden: Tensor, cache: object) 
 
 def _before_attention(
     layer: int,
+    borrows: bool,
     pairing: Pairing,
     latent: Latent | None,
     module: nn.Module,
@@ -172,7 +176,8 @@ def _before_attention(
     if given is None:
         given = unturned(hidden, pairing.width)
     rotation = _rotation(module, pairing, given)
-    return args, {**kwargs, "kv_call": _Call(cache, layer, hidden, rotation, pairing, latent)}
+    call = _Call(cache, layer, borrows, hidden, rotation, pairing, latent)
+    return args, {**kwargs, "kv_call": call}
 
 
 class _Forwards:
@@ -214,8 +219,8 @@ class _Forwards:
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the self-attention of every decoder layer, in order. Raise `UnsupportedError` if a model
-    whose class is not listed is not built of such layers."""
+    """Return the self-attention of every decoder layer that has one, in order. Raise
+    `UnsupportedError` if a model whose class is not listed is not built of such layers."""
     if is_listed(model):
         return [layer.self_attn for layer in model.get_decoder().layers]
     try:
@@ -248,17 +253,24 @@ def routed(model: PreTrainedModel, prepare: PrepareCall | None = None) -> Iterat
         model.set_attn_implementation(NAME)
         rotary = text_rotary(model)
         undo.enter_context(in_place(model, rotary))
-        pairing, modules = channel_pairing(model), attention_modules(model)
+        pairings, modules = channel_pairings(model), attention_modules(model)
         undo.enter_context(called_by(state_modules(model), _advance_state))
         undo.enter_context(unexpanded(modules))
         latents = [Latent(module) if is_latent(module) else None for module in modules]
         forwards = _Forwards(prepare, rotary)
+        kinds = layer_kinds(model.config)
+        sources = kinds.sources.items()
         for hook in (
             *(
                 module.register_forward_pre_hook(
-                    partial(_before_attention, layer, pairing, latent), with_kwargs=True
+                    partial(
+                        _before_attention, source, layer not in kinds.attending, pairing, latent
+                    ),
+                    with_kwargs=True,
                 )
-                for layer, (module, latent) in enumerate(zip(modules, latents, strict=True))
+                for module, latent, pairing, (layer, source) in zip(
+                    modules, latents, pairings, sources, strict=True
+                )
             ),
             model.register_forward_pre_hook(forwards.before, with_kwargs=True),
             model.register_forward_hook(forwards.after, with_kwargs=True),
@@ -268,31 +280,37 @@ def routed(model: PreTrainedModel, prepare: PrepareCall | None = None) -> Iterat
         yield
 
 
-def channel_pairing(model: PreTrainedModel) -> Pairing:
-    """Return which channels of a head the model rotates together. Raises `UnsupportedError` if
-    methods could not undo its rotation; a model whose class is not listed is tried first, and has
-    `Pairing(0)` then."""
+def channel_pairings(model: PreTrainedModel) -> list[Pairing]:
+    """Return, for each of the model's `attention_modules`, which channels of a head it rotates
+    together. Raises `UnsupportedError` if methods could not undo its rotation; a model whose class is
+    not listed is tried first, and has `Pairing(0)` where they could not."""
     modules: list[Any] = attention_modules(model)
-    turning = _turning(modules[0])
-    rotary = rotary_of(model, turning)
-    asked = Rotary(rotary, modules[0], next(model.parameters()).device, Pairing(0))
-    listed = is_listed(model)
-    pairing: Pairing | None = None
+    listed, known = is_listed(model), dict[Any, Pairing | None]()
+    kinds = [(_turning(module), getattr(module, "layer_type", None)) for module in modules]
+    for kind, module in zip(kinds, modules, strict=True):
+        if kind not in known:
+            known[kind] = _pairing(model, module, listed)
+    pairings = [known[kind] for kind in kinds]
+    if not listed and modules[0] not in _TRIED:
+        _TRIED.update(zip(modules, trial(model, pairings, projection), strict=True))
+        stateful = state_modules(model)
+        _BY_TOKEN.update({x.module for x in stateful if goes_by_token(model, x)})
+    return [pairing or Pairing(0) for pairing in pairings]
+
+
+def _pairing(model: PreTrainedModel, module: Any, listed: bool) -> Pairing | None:
+    """Return which channels of a head an attention module rotates together. None: methods could not
+    undo that; `UnsupportedError` is raised then if the model's class is `listed`."""
+    rotary = rotary_of(model, turning := _turning(module))
+    if isinstance(rotary, NoRotary):
+        return Pairing(rotary.width)
+    asked = Rotary(rotary, module, next(model.parameters()).device, Pairing(0))
     try:
-        pairing = (
-            Pairing(rotary.width)
-            if isinstance(rotary, NoRotary)
-            else pairing_of(modules[0], asked.as_given, turning)
-        )
+        return pairing_of(module, asked.as_given, turning)
     except UnsupportedError:
         if listed:
             raise
-    if not listed and modules[0] not in _TRIED:
-        projections = [projection(module, model, pairing or Pairing(0)) for module in modules]
-        _TRIED.update(zip(modules, trial(model, pairing, projections), strict=True))
-        stateful = state_modules(model)
-        _BY_TOKEN.update({x.module for x in stateful if goes_by_token(model, x)})
-    return pairing or Pairing(0)
+        return None
 
 
 def forget_trial(model: PreTrainedModel) -> None:
@@ -303,33 +321,37 @@ def forget_trial(model: PreTrainedModel) -> None:
 
 
 def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
-    """Return the spec of each layer of the model, in order: what a method may know of it, such as
-    head counts, scale, rotation and window. A method serves some of the layers
+    """Return the spec of each layer of the model with keys and values, in order: what a method may
+    know of it, such as head counts, scale, rotation and window. A method serves some of the layers
     (methods/layers/window.py)."""
-    modules: list[Any] = attention_modules(model)
-    windows, pairing = layer_kinds(model.config).windows, channel_pairing(model)
+    kinds, pairings = layer_kinds(model.config), channel_pairings(model)
+    # those that borrow come after all others
+    modules: list[Any] = attention_modules(model)[: len(kinds.attending)]
     rotary = rotary_of(model, _turning(modules[0]))
-    kinds = [(rotates(module), getattr(module, "layer_type", None)) for module in modules]
+    turns = [(rotates(module), getattr(module, "layer_type", None)) for module in modules]
     return [
         LayerSpec(
             index=index,
             num_layers=len(modules),
-            num_heads=model.config.num_attention_heads,
-            **_divided(module, model.config.num_attention_heads),
+            num_heads=num_heads(module),
+            **_divided(module),
             scale=module.scaling,
             rope=Rotary(rotary, module, next(model.parameters()).device, pairing),
             rotary_dim=pairing.width or None,
             unknown=_TRIED[module].unknown if module in _TRIED else (),
             device=next(module.parameters()).device,
-            project_query=(project := projection(module, model, pairing)),
+            project_query=(project := projection(module, num_heads(module), pairing)),
             finish_query=project.finish,
             window=window,
             sink_logits=None
             if (sinks := getattr(module, "sinks", None)) is None
             else sinks.detach().float(),
-            rope_like=kinds.index(kinds[index]),  # the first that rotates as it does
+            rope_like=turns.index(turns[index]),  # the first that rotates as it does
+            borrowers=borrowers,
         )
-        for index, (module, window) in enumerate(zip(modules, windows, strict=True))
+        for index, (module, pairing, window, borrowers) in enumerate(
+            zip(modules, pairings[: len(modules)], kinds.windows, kinds.borrowers, strict=True)
+        )
     ]
 
 
@@ -338,16 +360,26 @@ def _turning(module: Any) -> int:
     return module.qk_rope_head_dim if is_latent(module) else module.head_dim
 
 
-def _divided(module: Any, heads: int) -> dict[str, Any]:
-    """Return the fields of `LayerSpec` that say how an attention module with so many query heads
-    divides its keys and values."""
+def _divided(module: Any) -> dict[str, Any]:
+    """Return the fields of `LayerSpec` that say how an attention module divides its keys and
+    values."""
     if is_latent(module):
         latent = Latent(module)
         width = latent.rotated + latent.channels
         return dict(num_kv_heads=1, head_dim=width, value_dim=latent.channels, values_in_keys=True)
-    values = _TRIED[module].value_dim if module in _TRIED else None
-    groups = heads // module.num_key_value_groups
-    return dict(num_kv_heads=groups, head_dim=module.head_dim, value_dim=values)
+    values = _TRIED[module].heads.value_dim if module in _TRIED else module.head_dim
+    return dict(
+        num_kv_heads=num_heads(module) // module.num_key_value_groups,
+        head_dim=module.head_dim,
+        value_dim=None if values == module.head_dim else values,
+    )
+
+
+def num_heads(module: Any) -> int:
+    """Return how many query heads an attention module has."""
+    if module in _TRIED:
+        return _TRIED[module].heads.num_heads
+    return int(module.config.num_attention_heads)
 
 
 def rotates(module: Any) -> bool:
@@ -416,10 +448,8 @@ class QueryProjection:
     """Compute queries before their rotation, [B T E] -> [B H T D]: projection, bias and query norm
     of an attention module. Their channels are in the order of kernels/rope.py."""
 
-    def __init__(self, module: nn.Module, model: PreTrainedModel, pairing: Pairing) -> None:
-        self.module: Any = module
-        self.model, self.pairing = model, pairing
-        self.num_heads: int = model.config.num_attention_heads
+    def __init__(self, module: Any, num_heads: int, pairing: Pairing) -> None:
+        self.module, self.num_heads, self.pairing = module, num_heads, pairing
         # LFM2 calls it q_layernorm
         self.norm = getattr(module, "q_norm", None) or getattr(module, "q_layernorm", None)
         weight = getattr(self.norm, "weight", None)
@@ -466,13 +496,11 @@ class LatentProjection:
         return self.pairing.in_halves(self.latent.query(by_head))
 
 
-def projection(
-    module: nn.Module, model: PreTrainedModel, pairing: Pairing
-) -> QueryProjection | LatentProjection:
+def projection(module: Any, num_heads: int, pairing: Pairing) -> QueryProjection | LatentProjection:
     """Return what computes the queries of an attention module before their rotation."""
     if is_latent(module):
         return LatentProjection(module, pairing)
-    return QueryProjection(module, model, pairing)
+    return QueryProjection(module, num_heads, pairing)
 
 
 def _after_rotation(module: Any) -> Callable[[Tensor, Tensor], Tensor] | None:

@@ -4,7 +4,7 @@ given, and what is done to each call of the model."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -211,6 +211,18 @@ class PaddedCache(LoopCache):
                 out[row, :, tokens] = member.attend(layer, _row(x, row, tokens, member.num_tokens))[
                     0
                 ]
+        return out
+
+    def lend(self, layer: int, x: AttnInput) -> Tensor:
+        if self.sealed and self._slots is not None:
+            return self._slots.lend(layer, x)
+        # columns whose queries the model has left out
+        out, first = torch.zeros_like(x.q), x.k.shape[2] - x.q.shape[2]
+        x = replace(x, k=x.k[:, :, first:], v=x.v[:, :, first:])
+        for row, (member, tokens) in enumerate(zip(self._members, self._tokens, strict=True)):
+            asked = tokens[tokens >= first] - first
+            if len(asked):
+                out[row, :, asked] = member.lend(layer, _row(x, row, asked, member.num_tokens))[0]
         return out
 
     def advance_state(self, layer: int, run: Run, hidden: Tensor) -> Tensor:

@@ -83,7 +83,8 @@ def pairing_of(
 
 def _turned(attention: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
     """Return x [1 1 P D] as the file that defines `attention` rotates queries, or None if it has no
-    function for that. A model that hands this function only the channels that turn gets those."""
+    function for that. A model that hands this function only the channels that turn gets those, and
+    one whose function takes either queries or keys (Gemma 4) gets one of them."""
     files = (sys.modules.get(kind.__module__) for kind in type(attention).__mro__)
     named = [vars(file) for file in files if file is not None]
     turn: Any = next((names[COMPLEX] for names in named if COMPLEX in names), None)
@@ -92,11 +93,11 @@ def _turned(attention: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor
     apply: Any = next((names[FUNCTION] for names in named if FUNCTION in names), None)
     if apply is None:
         return None
-    for width in (x.shape[-1], cos.shape[-1]):
+    for width, both in product((x.shape[-1], cos.shape[-1]), (True, False)):
+        turns = x[..., :width]
         try:
-            return torch.cat(
-                [apply(x[..., :width], x[..., :width], cos, sin)[0], x[..., width:]], -1
-            )
+            turned = apply(turns, turns, cos, sin)[0] if both else apply(turns, cos, sin)
+            return torch.cat([turned, x[..., width:]], -1)
         except (RuntimeError, TypeError):
             # cos does not fit so many channels, or the function takes other arguments
             continue

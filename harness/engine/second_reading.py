@@ -54,6 +54,9 @@ class Repeating(KVCache):
     def attend(self, layer: int, x: AttnInput) -> Tensor:
         return attend_again(self.layers[layer], x, self.piece)
 
+    def lend(self, layer: int, x: AttnInput) -> Tensor:
+        return attend_again(self.layers[layer], x, None)
+
     def advance_state(self, layer: int, run: StateRun, hidden: Tensor) -> Tensor:
         assert self.states is not None
         return self.states.advance(layer, run, hidden, self.num_tokens)

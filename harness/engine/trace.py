@@ -128,13 +128,12 @@ class Tracer:
     def bytes_read(self, cache: KVCache) -> float | None:
         """Return the bytes of keys, values and indices that the last step of `cache` read, or None
         if a layer does not know."""
-        read = [layer.bytes_read for layer in cache.method_layers]
-        known = [count for count in read if count is not None]
-        return (
-            sum(known) + sum(self._indices[id(layer)] for layer in cache.method_layers)
-            if known == read
-            else None
-        )
+        total = 0.0
+        for layer in cache.method_layers:
+            if (read := layer.bytes_read) is None:
+                return None
+            total += read * (1 + layer.spec.borrowers) + self._indices[id(layer)]
+        return total
 
 
 def medians(steps: Sequence[Mapping[str, float]]) -> dict[str, Any] | None:
@@ -148,16 +147,16 @@ def medians(steps: Sequence[Mapping[str, float]]) -> dict[str, Any] | None:
 
 @contextmanager
 def _clocked_layers(cache: KVCache, watch: Stopwatch, indices: dict[int, int]) -> Iterator[None]:
-    """Clock, inside the block, the operations that run in each layer's `decode`, and nothing else:
+    """Clock, inside the block, the operations that run in each layer's `decode` and `lend`, and nothing else:
     comparisons with exact attention have a cost of their own, and layers with a sliding window are
     part of the model. `indices` gets the bytes that each layer has read of its index, which is what
     its method scores in order to choose tokens. Keys that were attended to in the same step are not
     counted, since they are read anyway: a method that asks for their weights (H2O, InfLLM) reads no
     index."""
 
-    def decode(layer: int, plain: Callable[[AttnInput], Tensor], x: AttnInput) -> Tensor:
+    def clock(layer: int, plain: Callable[[AttnInput], Tensor], x: AttnInput) -> Tensor:
         attended: set[int] = set()  # storages of keys
-        indices[layer] = 0
+        indices.setdefault(layer, 0)
 
         def add(name: str, arguments: tuple[Any, ...]) -> None:
             if name in _ATTEND:
@@ -171,6 +170,7 @@ def _clocked_layers(cache: KVCache, watch: Stopwatch, indices: dict[int, int]) -
     indices.clear()
     with ExitStack() as undo:
         for layer in cache.method_layers:
-            vars(layer)["decode"] = partial(decode, id(layer), layer.decode)
-            undo.callback(vars(layer).pop, "decode")
+            for name in ("decode", "lend"):
+                vars(layer)[name] = partial(clock, id(layer), getattr(layer, name))
+                undo.callback(vars(layer).pop, name)
         yield

@@ -20,7 +20,7 @@ from harness.engine.rotation import grid, own_rotary, unturned
 from harness.engine.states import fresh_states
 from harness.models.base import WINDOW
 from harness.models.layer_kinds import layer_kinds
-from harness.models.probe import Call, ProbeError, as_pair, probe
+from harness.models.probe import Call, Heads, ProbeError, as_pair, probe
 from harness.models.state_modules import Run, StateModule
 from kernels.rope import rotate, unrotate
 from methods.base.request import QUERIES, ROTATION
@@ -32,9 +32,9 @@ CLOSE = 0.02  # of the length of a vector: what is further away is not the same,
 class LayerTrial(NamedTuple):
     """Say what was found of one layer."""
 
+    heads: Heads
     rotates: bool
     unknown: tuple[str, ...] = ()  # as in `LayerSpec`
-    value_dim: int | None = None
 
 
 class Projection(Protocol):
@@ -46,11 +46,14 @@ class Projection(Protocol):
 
 
 def trial(
-    model: Any, pairing: Pairing | None, projections: Sequence[Projection]
+    model: Any,
+    pairings: Sequence[Pairing | None],
+    project: Callable[[Any, int, Pairing], Projection],
 ) -> list[LayerTrial]:
-    """Return what a model of transformers does in each layer. `pairing`: how it seems to rotate,
-    None if that is not known; `projections`: what methods would compute queries with. Raise
-    `UnsupportedError` if the engine would compute the model wrongly."""
+    """Return what a model of transformers does in each layer with attention. `pairings`: how these
+    seem to rotate, None where that is not known; `project`: makes what methods would compute queries
+    with, of an attention module, its number of query heads and its pairing. Raise `UnsupportedError`
+    if the engine would compute the model wrongly."""
     decoder, rotary = model.get_decoder(), own_rotary(model)
     places = (0, 7, (getattr(model.config, WINDOW, None) or FAR) - 1)
     if rotary is not None and _looks_ahead(deepcopy(rotary), places):
@@ -69,14 +72,9 @@ def trial(
     finally:
         if rotary is not None:
             decoder.rotary_emb = rotary
-    tried = [
-        _tried(call, pairing, project, torch.tensor(places))
-        for call, project in zip(calls, projections, strict=True)
-    ]
-    widths = [(call.heads.value_dim, call.heads.head_dim) for call in calls]
     return [
-        found._replace(value_dim=None if values == keys else values)
-        for found, (values, keys) in zip(tried, widths, strict=True)
+        _tried(call, pairing, project, torch.tensor(places))
+        for call, pairing in zip(calls, pairings, strict=True)
     ]
 
 
@@ -108,12 +106,17 @@ def _looks_ahead(rotary: Any, places: Sequence[int]) -> bool:
 
 
 @torch.no_grad()
-def _tried(call: Call, pairing: Pairing | None, project: Projection, places: Tensor) -> LayerTrial:
+def _tried(
+    call: Call,
+    pairing: Pairing | None,
+    project: Callable[[Any, int, Pairing], Projection],
+    places: Tensor,
+) -> LayerTrial:
     """Return what one layer does with tokens at `places` [T]. All have the same states, so that its
     keys differ by their rotation alone."""
     rotates = not _alike(call.key, call.key[:, :, :1])
     if pairing is None:
-        return LayerTrial(rotates, (ROTATION, QUERIES))
+        return LayerTrial(call.heads, rotates, (ROTATION, QUERIES))
     q, k = map(pairing.in_halves, (call.query, call.key))
     given = unturned(call.hidden, pairing.width) if call.rotation is None else call.rotation
     cos, sin = (pairing.angles.as_halves(part.to(k.device)) for part in given)
@@ -121,14 +124,15 @@ def _tried(call: Call, pairing: Pairing | None, project: Projection, places: Ten
     if rotates:
         before = unrotate(k, cos, sin)
         unknown += [ROTATION] * (not _alike(before, before[:, :, :1]))
+    projection = project(call.module, call.heads.num_heads, pairing)
     try:
-        ours = project(call.hidden.to(k.device))
+        ours = projection(call.hidden.to(k.device))
         ours = rotate(ours, cos, sin) if rotates else ours
-        ours = project.finish(ours, places.to(k.device)) if project.finish else ours
+        ours = projection.finish(ours, places.to(k.device)) if projection.finish else ours
         known = _alike(ours, q)
     except (AttributeError, RuntimeError):  # its projection is another module, or has another form
         known = False
-    return LayerTrial(rotates, (*unknown, *([] if known else [QUERIES])))
+    return LayerTrial(call.heads, rotates, (*unknown, *([] if known else [QUERIES])))
 
 
 def by_token(found: StateModule, run: Run, hidden: Tensor, states: Any) -> Tensor:

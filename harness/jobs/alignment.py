@@ -66,7 +66,7 @@ class AlignedBudget(Budget):
         costs = [
             self.method.cost(
                 LayerWorkload(spec, *how, codec=self.codec, estimated=self.mass is not None)
-            )
+            ).read_by(1 + spec.borrowers)
             for spec in self.specs
         ]
         return sum(
@@ -75,10 +75,12 @@ class AlignedBudget(Budget):
         )
 
     def target(self, tokens: int) -> int:
-        """Return the bytes that the keys and values of so many tokens take, summed over the
-        layers."""
+        """Return the bytes that the keys and values of so many tokens take, summed over the layers,
+        or over those that read them if moved bytes count."""
+        moves = self.measure == "moved_bytes"
         rows = (
             LayerWorkload(spec, 1, 1, self.placement, self.element_bytes).row_bytes
+            * (1 + moves * spec.borrowers)
             for spec in self.specs
         )
         return tokens * sum(rows)
@@ -117,27 +119,36 @@ class AlignedBudget(Budget):
 def shapes(info: ModelInfo, device: str | None = None) -> list[LayerSpec]:
     """Return one `LayerSpec` per layer of a model that is not loaded and is to run on `device`. It
     suffices to compute a method's cost; it has no weights, so nothing can run with it."""
-    heads = (info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim, info.head_dim**-0.5)
     sinks = torch.zeros(info.num_heads) if info.sink_logits else None
     place = None if device is None else torch.device(device)
     more: dict[str, Any] = {
         "sink_logits": sinks,
         "device": place,
         "rotary_dim": info.rotary_dim,
-        "value_dim": info.value_dim,
-        "values_in_keys": info.values_in_keys,
     }
     likes = [
         info.still_layers[0] if index in info.still_layers else -1
         for index in range(info.num_layers)
     ]
-    layers = enumerate(zip(info.layer_windows, likes, strict=True))
+    borrowers = info.borrowers or (0,) * info.num_layers
+    layers = zip(info.layer_heads, info.layer_windows, likes, borrowers, strict=True)
     return whole_layers(
         [
             LayerSpec(
-                index, *heads, _not_loaded, _not_loaded, window=window, rope_like=like, **more
+                index,
+                info.num_layers,
+                *heads[:3],
+                heads.head_dim**-0.5,
+                _not_loaded,
+                _not_loaded,
+                value_dim=None if heads.value_dim == heads.head_dim else heads.value_dim,
+                values_in_keys=heads.in_keys,
+                window=window,
+                rope_like=like,
+                borrowers=borrowed,
+                **more,
             )
-            for index, (window, like) in layers
+            for index, (heads, window, like, borrowed) in enumerate(layers)
         ]
     )
 

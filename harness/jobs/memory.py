@@ -322,8 +322,9 @@ def _states(info: ModelInfo, cache_spec: CacheSpec, prompt: int) -> int:
     )
     waiting = max(prompt - rows, 0) if _by_blocks(info) else 0
     hidden = info.hidden_size
-    heads = info.num_heads * info.head_dim
-    groups = info.num_kv_heads * info.head_dim
+    # layers that slide may be divided otherwise
+    heads = max(x.num_heads * x.head_dim for x in info.layer_heads)
+    groups = max(x.num_kv_heads * x.head_dim for x in info.layer_heads)
     # in attention the residual, its norm, queries, keys, values and what they attend to live together; around the MLP
     # two residuals and what was attended to
     in_layer = max(

@@ -74,7 +74,7 @@ def resolve(wanted: Settings, given: Method, info: ModelInfo) -> Resolved:
     device = choose_device(wanted.device)
     refuse_graphs(wanted, device)
     if info.spread:
-        _check_spread(wanted, device)
+        _check_spread(wanted, info, device)
     method = given.with_windows(**vars(wanted.windows))
     if wanted.comm is not None:
         method = method.at_communication(wanted.comm, info.head_dim)
@@ -110,13 +110,18 @@ def refuse_graphs(settings: Settings, device: str) -> None:
         )
 
 
-def _check_spread(settings: Settings, device: str) -> None:
+def _check_spread(settings: Settings, info: ModelInfo, device: str) -> None:
     """Raise `SettingsError` for what cannot be done with a model whose layers lie on several
     GPUs."""
     key = "model.device_map=auto spreads the layers over all GPUs"
     if device != "cuda":
         raise SettingsError(
             f"{key}, and device={device} is one device: set device=cuda, or model.device_map=null."
+        )
+    if any(info.borrowers):
+        raise SettingsError(
+            f"{key}, and layers of {info.name} read keys and values of others, which may lie elsewhere: set "
+            "model.device_map=null."
         )
     for name, value in {"graphs": "on", "trace": "on", "history": "store"}.items():
         if getattr(settings, name) == value:
@@ -152,8 +157,9 @@ def _budget(settings: Settings, method: Method, info: ModelInfo) -> Budget | Non
     asked, measure = settings.budget, settings.budget_rule
     most_bytes, specs = bytes_of(asked), shapes(info, settings.device)
     if most_bytes is not None:  # as many tokens as would take so many bytes on the device
-        row = info.kv_bytes(settings.dtype, 1) // info.num_layers
-        asked, measure = max(1, most_bytes // (row * len(specs))), "device_bytes"
+        numbers = sum(spec.num_kv_heads * spec.row_channels for spec in specs)
+        row = numbers * DTYPE_BYTES[settings.dtype]
+        asked, measure = max(1, most_bytes // row), "device_bytes"
     assert isinstance(asked, int | float)  # without a budget the method would have been refused
     plain = Budget(
         asked, tuple(settings.dense_layers), settings.budget_generated, settings.budget_mass
@@ -246,7 +252,7 @@ def _check_method(settings: Settings, method: Method, info: ModelInfo) -> None:
             f"method.calibration_tokens={method.calibration_tokens} is too many: set at most {MOST}."
         )
     with plugins.naming("method", plugins.describe(method)):
-        method.refuse_model(shapes(info)[0])
+        method.refuse_model(shapes(info))
     check_layers("dense_layers", settings.dense_layers, info.num_whole_layers)
     if settings.codec is not None and not KeptCodec.refusal(method):
         try:

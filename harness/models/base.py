@@ -53,7 +53,7 @@ ARCHITECTURES = {
     "GptOssForCausalLM": "its MLP is a mixture of experts",
 }
 # names in configs of the experts per token
-CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_k", "moe_topk")
+CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 
 
 class ModelError(ValueError):
@@ -95,10 +95,9 @@ class ModelInfo:
     # the window in its config, or to which model.rope stretches it, whatever was asked for
     trained_window: int
     num_layers: int  # those with keys and values
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int  # of a key
-    rotary_dim: int  # channels of a head that are rotated
+    # how the attention of each layer with keys and values is divided
+    layer_heads: tuple[Heads, ...]
+    rotary_dim: int  # channels of a head that are rotated, in layers that a method serves
     hidden_size: int
     inner_size: int  # channels of an MLP, or of one expert
     chosen_experts: int  # experts that a token passes through; 0 without experts
@@ -117,9 +116,28 @@ class ModelInfo:
     dual_chunks: bool = False
     # of its layers of linear attention, state spaces and short convolutions
     states: StateSizes = NO_STATES
-    value_dim: int | None = None  # channels of a value; None: as many as a key's
-    # whether values are the last channels of keys, and stored once (latent attention)
-    values_in_keys: bool = False
+    # how many further layers attend to the keys and values of each; empty where none does
+    borrowers: tuple[int, ...] = ()
+
+    @property
+    def served(self) -> Heads:
+        """Return how the attention of the layers is divided that a method serves; it is the same in
+        all of them."""
+        whole = None if None in self.layer_windows else self.layer_windows[0]
+        return self.layer_heads[self.layer_windows.index(whole)]
+
+    @property
+    def num_heads(self) -> int:
+        return self.served.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.served.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Return the channels of a key."""
+        return self.served.head_dim
 
     @property
     def limit(self) -> int:
@@ -169,10 +187,12 @@ class ModelInfo:
     def kv_bytes(self, dtype: str, tokens: int, *, slide: bool = False) -> int:
         """Return the bytes of keys and values of `tokens` tokens in all layers. `slide`: only in
         layers with a sliding window, which keep no more than their window."""
-        windows = [window for window in self.layer_windows if window or not slide]
-        rows = sum(min(tokens, window or tokens) for window in windows)
-        values = 0 if self.values_in_keys else self.value_dim or self.head_dim
-        return rows * self.num_kv_heads * (self.head_dim + values) * DTYPE_BYTES[dtype]
+        numbers = sum(
+            min(tokens, window or tokens) * heads.num_kv_heads * heads.row_channels
+            for window, heads in zip(self.layer_windows, self.layer_heads, strict=True)
+            if window or not slide
+        )
+        return numbers * DTYPE_BYTES[dtype]
 
     def state_bytes(self, dtype: str) -> int:
         """Return the bytes of the states of one sequence, which no method serves and which are as
@@ -267,16 +287,13 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
     config = source.config()
     try:
         model = on_meta(config, AutoModelForCausalLM.from_config)
-        windows = layer_kinds(config).windows
+        kinds = layer_kinds(config)
     except Exception as error:
         raise ModelError(
             f"{identity.name} cannot be built from its config ({shorten(str(error), 120)}): correct it, or choose "
             "another model."
         ) from error
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = probed(model, identity.name) or Heads(
-        config.num_attention_heads, config.num_key_value_heads, width, width
-    )
+    heads = probed(model, identity.name) or len(kinds.windows) * [_stated_heads(config)]
     packed = source.quantised(config, model)
     # the configs of hybrids number experts that none of their layers has
     routed = any("Experts" in type(module).__name__ for module in model.modules())
@@ -284,25 +301,21 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
     # transformers' default, and what quantised weights stand for
     usual = "fp32" if packed is None else "bf16"
     window = source.context_window()
-    return ModelInfo(
+    info = ModelInfo(
         *identity,
         architecture=type(model).__name__,
         window=window,
         trained_window=trained_window(config) or window,
-        num_layers=len(windows),
-        num_heads=heads.num_heads,
-        num_kv_heads=heads.num_kv_heads,
-        head_dim=heads.head_dim,
-        rotary_dim=config.qk_rope_head_dim
-        if heads.in_keys
-        else int(heads.head_dim * full_rotation(config).get("partial_rotary_factor", 1.0)),
+        num_layers=len(kinds.windows),
+        layer_heads=tuple(heads),
+        rotary_dim=0,
         hidden_size=config.hidden_size,
         inner_size=_number(config, *["moe_intermediate_size"] * routed, "intermediate_size"),
         chosen_experts=_number(config, *CHOSEN_EXPERTS) if routed else 0,
         vocab_size=config.vocab_size,
         num_parameters=int(model.num_parameters()),  # tied ones count once
         dtype=next((name for name, full in DTYPES.items() if full == saved), usual),
-        layer_windows=windows,
+        layer_windows=kinds.windows,
         sink_logits=any(hasattr(module, "sinks") for module in model.modules()),
         quantised=packed,
         still_layers=tuple(
@@ -312,9 +325,18 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
         spread=source.device_map is not None,
         dual_chunks=bool(getattr(config, DUAL_CHUNKS, None)),
         states=state_sizes(model),
-        value_dim=None if heads.value_dim == heads.head_dim else heads.value_dim,
-        values_in_keys=heads.in_keys,
+        borrowers=kinds.borrowers if kinds.borrowing else (),
     )
+    latent = info.served.in_keys
+    rotates = config.qk_rope_head_dim if latent else int(info.head_dim * rotated_share(config))
+    return replace(info, rotary_dim=rotates)
+
+
+def _stated_heads(config: PreTrainedConfig) -> Heads:
+    """Return how the config of a listed class divides the attention of its layers, which are alike."""
+    count = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // count
+    return Heads(count, config.num_key_value_heads, width, width)
 
 
 def is_listed(model: PreTrainedModel) -> bool:
@@ -327,13 +349,16 @@ def is_listed(model: PreTrainedModel) -> bool:
     return kind.__name__ in ARCHITECTURES and kind.__module__.startswith("transformers.") and causal
 
 
-def probed(model: PreTrainedModel, name: str) -> Heads | None:
-    """Return how the attention of a model on the meta device is divided; None if its class is
-    listed, which needs no probe. Raise `ModelError` if the engine would compute it wrongly."""
+def probed(model: PreTrainedModel, name: str) -> list[Heads] | None:
+    """Return how the attention of each layer with keys and values is divided, of a model on the meta
+    device; None if its class is listed, which needs no probe. Raise `ModelError` if the engine would
+    compute it wrongly."""
     if is_listed(model):
         return None
     try:
-        return probe(model, layer_kinds(model.config).windows)[0].heads
+        windows = layer_kinds(model.config).windows
+        # layers that borrow come after all others
+        return [call.heads for call in probe(model, windows)[: len(windows)]]
     except ProbeError as reason:
         raise refused(name, str(reason)) from reason
 
@@ -392,6 +417,14 @@ def full_rotation(config: PreTrainedConfig) -> dict[str, Any]:
     `rope_parameters`, or the entry for that kind of layer if each kind has its own."""
     rope = getattr(config, "rope_parameters", None) or {}
     return rope.get(WHOLE, rope)
+
+
+def rotated_share(config: PreTrainedConfig) -> float:
+    """Return the share of the channels of a head that turn, in layers that see the whole text. The
+    rotation called proportional turns all, some of them by nothing."""
+    rope = full_rotation(config)
+    all_turn = rope.get("rope_type") == "proportional"
+    return 1.0 if all_turn else rope.get("partial_rotary_factor", 1.0)
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Says by a model's config which of its layers hold keys and values, and which keep a state instead or
 beside them: linear attention, a state space or a short convolution, whose memory does not grow with
-the text.
+the text. Some layers borrow: they have queries of their own, and attend to the keys and values of an
+earlier layer (Gemma 4 E2B).
 
 A method serves layers with keys and values alone. A state is the model's own, as a sliding window is
 (methods/layers/window.py)."""
@@ -25,6 +26,20 @@ class LayerKinds(NamedTuple):
     attending: tuple[int, ...]  # layers with keys and values
     windows: tuple[int | None, ...]  # how many tokens each of these sees; None for all
     stateful: tuple[int, ...]  # layers with a state; some are in `attending` too (Falcon-H1)
+    # (layer that borrows, place in `attending` of the layer that lends to it)
+    borrowing: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def sources(self) -> dict[int, int]:
+        """Return, for each layer that attends, the place in `attending` of the layer whose keys and
+        values it reads: its own, or that of the layer that lends to it."""
+        return {layer: place for place, layer in enumerate(self.attending)} | dict(self.borrowing)
+
+    @property
+    def borrowers(self) -> tuple[int, ...]:
+        """Return how many layers borrow from each of `attending`."""
+        lenders = [lender for _, lender in self.borrowing]
+        return tuple(map(lenders.count, range(len(self.attending))))
 
 
 def layer_kinds(config: PreTrainedConfig) -> LayerKinds:
@@ -33,9 +48,13 @@ def layer_kinds(config: PreTrainedConfig) -> LayerKinds:
     if getattr(config, "use_sliding_window", True) is False:
         window = None
     kinds = getattr(config, "layer_types", None) or [SLIDING] * config.num_hidden_layers
-    attending = {i: kind for i, kind in enumerate(kinds) if kind not in WITHOUT_KEYS}
+    own = len(kinds) - (getattr(config, "num_kv_shared_layers", None) or 0)
+    attending = {i: kind for i, kind in enumerate(kinds[:own]) if kind not in WITHOUT_KEYS}
+    # the last layer of each kind lends to all that borrow; the probe sees whether it does
+    lenders = {kind: place for place, kind in enumerate(attending.values())}
     return LayerKinds(
         tuple(attending),
         tuple(window if kind in WINDOWED else None for kind in attending.values()),
         tuple(i for i, kind in enumerate(kinds) if kind in STATEFUL),
+        tuple((i, lenders[kinds[i]]) for i in range(own, len(kinds))),
     )

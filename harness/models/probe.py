@@ -38,10 +38,10 @@ REFUSED = {  # what a value in a model's config says that it does and that the e
     "index_topk_blocks": "reads only what an indexer of its own chooses (trained sparse attention)",
     "use_bidirectional_attention": "attends to later tokens too (it embeds texts, or sees images whole)",
     "attention_chunk_size": "attends within chunks of the text",
-    "num_kv_shared_layers": "has layers that share keys and values",
     "add_cross_attention": "attends to the output of an encoder (cross attention)",
     "alibi": "places tokens by a bias of its logits (ALiBi)",
 }
+OF_IMAGES = {"use_bidirectional_attention": "vision"}  # values that say nothing of texts alone
 
 
 class ProbeError(ValueError):
@@ -50,13 +50,18 @@ class ProbeError(ValueError):
 
 
 class Heads(NamedTuple):
-    """Say how the attention of every layer of a model is divided."""
+    """Say how the attention of a layer is divided."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     value_dim: int  # channels of a value
     in_keys: bool = False  # values are the last channels of keys (latent attention)
+
+    @property
+    def row_channels(self) -> int:
+        """Return how many numbers a KV head stores of a token."""
+        return self.head_dim + (0 if self.in_keys else self.value_dim)
 
 
 class Call(NamedTuple):
@@ -135,11 +140,12 @@ def probe(
     places: Sequence[int] = (0, 1, 2),
 ) -> list[Call]:
     """Return what the attention of each layer does when `model` reads `token` at each of some
-    positions, `places`. Raise `ProbeError` if the engine would compute the model wrongly.
+    positions, `places`. Raise `ProbeError` if the engine would compute the model wrongly: layers that
+    slide may be divided otherwise than those that see the whole text, which methods serve.
 
-    `windows`: how many tokens each layer sees by the model's config; None for all. Attention is
-    left out, and what layers with a state remember: each token gets its own value, so that all have
-    the same hidden states in every layer."""
+    `windows`: how many tokens each layer with keys and values sees by the model's config; None for
+    all. Attention is left out, and what layers with a state remember: each token gets its own value,
+    so that all have the same hidden states in every layer."""
     modules = attention_modules(model)
     calls, masks, cache = _noted(model, modules, token, places)
     if [call.module for call in calls] != modules:
@@ -147,19 +153,22 @@ def probe(
         raise ProbeError(
             f"does not attend once per layer through transformers' attention interface ({counted})"
         )
-    if cache.updated != list(layer_kinds(model.config).attending):
+    kinds = layer_kinds(model.config)
+    if cache.updated != list(kinds.attending):
         raise ProbeError("has layers that share keys and values, or store none")
-    for index, (call, window) in enumerate(zip(calls, windows, strict=True)):
-        if reason := _unlike(call, window, masks):
+    for index, (call, source) in enumerate(zip(calls, kinds.sources.values(), strict=True)):
+        if call.key is not calls[source].key:
+            raise ProbeError("has layers that share keys and values otherwise than its config says")
+        if reason := _unlike(call, windows[source], masks):
             raise ProbeError(f"{reason} (layer {index}, {type(call.module).__name__})")
-    divided = sorted({call.heads for call in calls})
-    if len(divided) > 1:
-        sizes = ", ".join(f"{x.num_heads}/{x.num_kv_heads} heads of {x.head_dim}" for x in divided)
-        raise ProbeError(f"divides the attention of its layers in several ways ({sizes})")
-    if divided[0].num_heads != (stated := model.config.num_attention_heads):
-        raise ProbeError(
-            f"has {divided[0].num_heads} query heads in each layer, and its config says {stated}"
-        )
+    for slides in (False, True):
+        pairs = zip(calls, kinds.sources.values(), strict=True)
+        divided = {call.heads for call, source in pairs if (windows[source] is not None) is slides}
+        if len(divided) > 1:
+            sizes = ", ".join(
+                f"{x.num_heads}/{x.num_kv_heads} heads of {x.head_dim}" for x in sorted(divided)
+            )
+            raise ProbeError(f"divides the attention of its layers in several ways ({sizes})")
     return calls
 
 
@@ -167,14 +176,15 @@ def said(config: PreTrainedConfig) -> str | None:
     """Return what a model's config says that it does and that the engine cannot, as the end of a
     sentence whose subject is the model; None if it says nothing of that kind."""
     for key, does in REFUSED.items():
-        if value := getattr(config, key, None):
+        value = getattr(config, key, None)
+        if value and value != OF_IMAGES.get(key):
             return f"{does} ({key}={value})"
     return None
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the attention modules of the decoder layers that hold keys and values, in order. Raise
-    `ProbeError` if the model is not built of such layers."""
+    """Return the attention modules of the decoder layers that have one, in order. Raise `ProbeError`
+    if the model is not built of such layers."""
     if model.config.is_encoder_decoder:
         raise ProbeError("is an encoder-decoder")
     if not getattr(model.config, "is_causal", True):
@@ -185,7 +195,7 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
         raise ProbeError(
             "keeps a state alone, without keys and values (linear attention or a state space)"
         )
-    modules = [_attention_of(layers[i]) for i in kinds.attending if i < len(layers)]
+    modules = [_attention_of(layers[i]) for i in kinds.sources if i < len(layers)]
     latent = [is_latent(module) for module in modules if module is not None]
     if getattr(model.config, "kv_lora_rank", None) and not all(latent):
         raise ProbeError(
@@ -285,7 +295,14 @@ def _noted(
             next(model.parameters()).device, torch.no_grad(), _without_states(model, cache), unexpanded(modules)
         ):  # fmt: skip
             ids, at = torch.full((1, len(places)), token), torch.tensor([places])
-            model(ids, position_ids=at, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            # a tensor, not 1: all tokens then pass through layers that borrow, and not the last alone
+            model(
+                ids,
+                position_ids=at,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=torch.tensor([0]),
+            )
     except ProbeError:
         raise
     except Exception as error:

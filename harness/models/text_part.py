@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # the whole -> what its text_config leaves out, and the class that computes a kind of text part that has none of its own
 TEXT_PARTS: dict[str, dict[str, Any]] = {
     "Gemma3ForConditionalGeneration": {"model_type": "gemma3_text", WINDOW: 131_072},
+    "Gemma4ForConditionalGeneration": {"model_type": "gemma4_text"},
     "Mistral3ForConditionalGeneration": {"model_type": "mistral"},
     "Qwen2_5_VLForConditionalGeneration": {"model_type": "qwen2"},
     "Qwen3VLForConditionalGeneration": {"model_type": "qwen3"},
@@ -30,7 +31,9 @@ NAMES = {
     r"^(model\.language_model|language_model\.model)\.": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
 }
-OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.")
+OTHER_PARTS = re.compile(
+    r"(model\.)?(vision_tower|multi_modal_projector|visual|audio_tower|embed_vision|embed_audio)\."
+)
 AXES = ("mrope_section", "mrope_interleaved")  # which channels turn by which axis
 
 

@@ -74,10 +74,11 @@ class Repeat(Ability):
         return min(self.chunk, sealed) + WORDS
 
 
-def attend_again(layer: KVLayer, x: AttnInput, piece: Piece) -> Tensor:
+def attend_again(layer: KVLayer, x: AttnInput, piece: Piece | None) -> Tensor:
     """Attend in `layer` from tokens that follow the complete prompt and end with a repetition of
     `piece` of it, to all that is stored and among themselves, and store nothing of them. Return
-    [B H T D]. A layer that is no `Layer` does so in a method `repeat` of its own."""
+    [B H T D]. A layer that is no `Layer` does so in a method `repeat` of its own. `piece` None: the
+    queries are another layer's, which borrows keys and values, and no policy learns from them."""
     if not isinstance(layer, Layer):
         repeat = getattr(layer, "repeat", None)
         if repeat is None:
@@ -85,7 +86,7 @@ def attend_again(layer: KVLayer, x: AttnInput, piece: Piece) -> Tensor:
                 f"{type(layer).__name__} cannot see its prompt repeated: write `repeat`."
             )
         return repeat(x)
-    for policy in layer.policies:
+    for policy in layer.policies if piece is not None else ():
         if hasattr(policy, "repeated"):
             policy.repeated(x, piece)
     k, v = torch.cat([layer.store.k, x.k], 2), torch.cat([layer.store.v, x.v], 2)

@@ -103,6 +103,11 @@ class Cost:
         read = self.read_bytes_per_step + other.read_bytes_per_step
         return Cost(self.device_bytes + other.device_bytes, moved, away, read)
 
+    def read_by(self, layers: int) -> Cost:
+        """Return the cost if as many `layers` of the model read these rows in each step, each by itself."""
+        moved, read = self.moved_bytes_per_step * layers, self.read_bytes_per_step * layers
+        return replace(self, moved_bytes_per_step=moved, read_bytes_per_step=read)
+
     def reading(self, count: int) -> Cost:
         """Return a copy of this cost in which a step reads `count` bytes."""
         return replace(self, read_bytes_per_step=count)

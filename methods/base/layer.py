@@ -76,6 +76,15 @@ class KVLayer(ABC):
     def decode(self, x: AttnInput) -> Tensor:
         """Store one new token of each sequence, and attend from it. Return [B H 1 D]."""
 
+    def lend(self, x: AttnInput) -> Tensor:
+        """Attend from another layer of the model, which has queries and no keys and values of its own,
+        to the tokens that this layer has attended to in the same forward. Nothing is stored. `x.q`
+        [B H T D]: of the last T of these tokens. Return [B H T D]."""
+        raise NotImplementedError(
+            f"{type(self).__name__} lends its rows to no other layer: write `lend`, or choose a model whose layers "
+            "all have keys and values of their own."
+        )
+
     def next_row(self) -> NextRow | None:
         """Return where the next `decode` would store k and v, so that the kernel that computes them
         may write them there at once. None if that place is not known on the device, or if `decode`

@@ -195,15 +195,20 @@ class Method(metaclass=_TupleForList):
         compensates them."""
         return self
 
-    def refuse_model(self, spec: LayerSpec) -> None:
-        """Raise `ValueError` if this method means nothing on a model with layers like `spec`, or if a
-        parameter does not suit it (`check_model`)."""
-        if spec.values_in_keys and self.no_latents is not None:
+    def refuse_model(self, specs: Sequence[LayerSpec]) -> None:
+        """Raise `ValueError` if this method means nothing on a model whose layers are `specs`, those
+        that it would serve, or if a parameter does not suit them (`check_model`)."""
+        if specs[0].values_in_keys and self.no_latents is not None:
             raise ValueError(
                 f"{type(self).__name__} does not run on latent attention (MLA), for {self.no_latents}: choose another "
                 "method, such as SnapKV or Quest."
             )
-        self.check_model(spec)
+        if not self.dense_prefill and any(spec.borrowers for spec in specs):
+            raise ValueError(
+                f"{type(self).__name__} computes a prompt by what a layer's own queries choose, and other layers of "
+                "this model read its keys and values: choose a method that computes prompts as Full does, as SnapKV."
+            )
+        self.check_model(specs[0])
 
     def check_model(self, spec: LayerSpec) -> None:
         """Raise `ValueError` if a parameter does not suit a model with layers like `spec`; no

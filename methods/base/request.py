@@ -57,6 +57,7 @@ class LayerSpec:
     value_dim: int | None = None  # Dv, channels of a value; None: head_dim
     # values are the last Dv channels of keys and are stored with them alone (latent attention)
     values_in_keys: bool = False
+    borrowers: int = 0  # further layers of the model that attend to this layer's keys and values
 
     @property
     def group(self) -> int:

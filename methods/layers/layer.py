@@ -112,6 +112,9 @@ class Layer(Storage, capturable=True):
         self.take_in(x)
         return self.attends.decode(x)
 
+    def lend(self, x: AttnInput) -> Tensor:
+        return self.attends.lend(x) if self.closed else self.attend_prompt(x.q)
+
     def joined(self, layers: Sequence[Layer], dead: int | None) -> None:
         """Combine the attributes that a subclass holds in addition to store, pool and policies,
         when this layer has just been made to take decode steps for the sequences of all `layers`

@@ -122,6 +122,12 @@ class Policy:
         """Attend from one new token, whose key and value are stored already. Return [B H 1 D]."""
         return self.layer.attend_all(x.q)
 
+    def lend(self, x: AttnInput) -> Tensor:
+        """Attend from a layer of the model without keys and values of its own (`KVLayer.lend`) to the
+        tokens that this policy's layer holds, in a step whose token it has taken in. Return
+        [B H 1 D]."""
+        return self.layer.attend_all(x.q)
+
     @property
     def reading(self) -> Reading:
         """Return how many prompt tokens and generated tokens one head that chooses for itself read in

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
+from copy import copy
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
@@ -98,6 +99,18 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
 
     def decode(self, x: AttnInput) -> Tensor:
         return super().decode(x) if self.plan is None else self.read(x, self.plan)
+
+    def lend(self, x: AttnInput) -> Tensor:
+        """Choose for the queries of the layer that borrows. A copy of this policy does so, because the
+        layer's own next step must not know of it."""
+        if self.plan is None:
+            return super().lend(x)
+        other = copy(self)
+        other.rows = None
+        if self.weights is not None:
+            other.weights = copy(self.weights)
+            other.weights.choices_read = torch.zeros_like(self.weights.choices_read)
+        return other.read(x, self.plan)
 
     def send_for(self, rows: Tensor, slots: Tensor | None = None) -> None:
         """Begin to bring chosen prompt tokens to the device that lie in host memory, on disk or in

@@ -41,6 +41,8 @@ class WindowLayer(KVLayer, capturable=True):
             torch.empty(*shape, width, dtype=request.dtype, device=request.device)
             for width in (spec.head_dim, spec.value_channels)
         ]
+        # of the prompt's last chunk and the window before it, [B G S D] each, where other layers read them
+        self.passing: list[Tensor] | None = None
         self.written = 0  # tokens since the first row; counted round the ring, the next one's row
         self.seen = self.sealed = 0
 
@@ -48,7 +50,15 @@ class WindowLayer(KVLayer, capturable=True):
         self._take(x)
 
     def prefill(self, x: AttnInput) -> Tensor:
-        return self._attend(x.q, self._take(x))
+        rows = self._take(x)
+        self.passing = rows if self.spec.borrowers else None
+        return self._attend(x.q, rows)
+
+    def lend(self, x: AttnInput) -> Tensor:
+        if self.passing is not None:
+            return self._attend(x.q, self.passing)
+        scale, sinks = self.spec.scale, self.spec.sink_logits
+        return sink_logits.segment_attention(x.q, [self._stored()], scale, sinks)
 
     def repeat(self, x: AttnInput) -> Tensor:
         """Attend as `methods.abilities.repeat.attend_again` says."""
@@ -62,7 +72,7 @@ class WindowLayer(KVLayer, capturable=True):
         return sink_logits.windowed_attention(q, k, v, scale, self.window, sinks)
 
     def seal(self) -> None:
-        self.sealed = self.seen
+        self.sealed, self.passing = self.seen, None
 
     def decode(self, x: AttnInput) -> Tensor:
         self._refuse_misfit(x)

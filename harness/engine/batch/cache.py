@@ -178,6 +178,16 @@ class SlotsCache(KVCache):
             out[group.rows] = self._attend(layer, group, _rows_of(x, group.rows))
         return out
 
+    def lend(self, layer: int, x: AttnInput) -> Tensor:
+        out = torch.empty_like(x.q)
+        for group in self._groups[layer]:
+            own = _rows_of(x, group.rows)
+            if group.layer is not None:
+                out[group.rows] = group.layer.lend(own)
+            else:
+                out[group.rows] = self._members[group.members[0]].lend(layer, own)
+        return out
+
     def advance_state(self, layer: int, run: Run, hidden: Tensor) -> Tensor:
         assert self.states is not None
         self.refuse_prompt(hidden.shape[1])

@@ -16,7 +16,7 @@ from harness import Engine, RunningBatch, attached
 from harness.checks.trial import Step, turn
 from harness.engine.attach import observer
 from harness.engine.cache import KVCache, UnsupportedError
-from harness.engine.hf import channel_pairing, layer_specs
+from harness.engine.hf import channel_pairings, layer_specs
 from harness.engine.pairing import Angles, Pairing
 from harness.engine.rotation import AT_ONCE, rotation_table
 from kernels.rope import halves, rotate, unrotate
@@ -213,7 +213,7 @@ D = 16  # channels of a head
 )
 def test_a_model_is_asked_how_it_rotates(architecture: str, pairing: Pairing) -> None:
     model = tiny(architecture)
-    assert channel_pairing(model) == pairing
+    assert channel_pairings(model)[0] == pairing
     assert {spec.rotary_dim for spec in layer_specs(model)} == {pairing.width}
 
 
@@ -245,7 +245,7 @@ def projected_keys(model: PreTrainedModel, layer: int, hidden: Tensor) -> Tensor
 @torch.no_grad()
 def test_a_rotation_undone_leaves_the_keys_before_it(make: Any) -> None:
     model, ids = make(), prompt(BORDER + 20)
-    pairing = channel_pairing(model)
+    pairing = channel_pairings(model)[0]
     for layer, x in enumerate(observer(model, layer_specs(model), ids)(ids.shape[1])):
         before = pairing.in_halves(projected_keys(model, layer, x.hidden))
         assert x.cos.shape[-1] == pairing.width < D

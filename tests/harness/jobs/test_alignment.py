@@ -16,6 +16,7 @@ from harness.engine.batch.running_sequence import never
 from harness.jobs.alignment import AlignedBudget, AlignedBytes, shapes
 from harness.jobs.job import Job
 from harness.jobs.resolve import codec_of, resolve
+from harness.models.probe import Heads
 from methods.base import BudgetError, Method
 from methods.full import Full
 from methods.oracle import Oracle
@@ -71,7 +72,7 @@ def test_measured_traffic_is_equal(name: str) -> None:
     method = small(name)
     if name == "infinigen":
         method = replace(method, alpha=1e9)  # type: ignore[call-arg]
-    info = replace(INFO, num_layers=3, num_heads=8, num_kv_heads=2, head_dim=16, layer_windows=(None,) * 3)
+    info = replace(INFO, num_layers=3, layer_heads=(Heads(8, 2, 16, 16),) * 3, layer_windows=(None,) * 3)
     limit = resolve(Settings(device="cpu", budget_rule="moved_bytes", placement="host"), method, info).budget
     with attached(tiny("llama"), method, budget=limit, placement="host", calibration=prompt(64, seed=9)) as kv:
         made = Engine(kv).generate(prompt(LENGTH), max_new_tokens=4, stops=[never])

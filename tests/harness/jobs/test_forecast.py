@@ -22,6 +22,7 @@ from harness.engine.hf import routed
 from harness.jobs.examples import PreparedExample, prepare
 from harness.jobs.memory import CacheSpec, MemoryForecast, needed
 from harness.models.base import ModelInfo
+from harness.models.probe import Heads
 from kernels import ops
 from methods.base import Budget, Method
 from methods.tiers.tier import DEVICE, DISK, HOST, TIERS
@@ -56,8 +57,8 @@ def model() -> PreTrainedModel:
 
 def info() -> ModelInfo:
     return replace(
-        MODEL.describe(), num_layers=LAYERS, num_heads=6, num_kv_heads=3, head_dim=32, rotary_dim=32, hidden_size=192,
-        inner_size=192, layer_windows=(None,) * LAYERS,
+        MODEL.describe(), num_layers=LAYERS, layer_heads=(Heads(6, 3, 32, 32),) * LAYERS, rotary_dim=32,
+        hidden_size=192, inner_size=192, layer_windows=(None,) * LAYERS,
     )  # fmt: skip
 
 

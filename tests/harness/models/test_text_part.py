@@ -47,7 +47,8 @@ def test_a_text_part_gives_the_tokens_of_the_whole(name: str, tied: bool, tmp_pa
     assert answered(tmp_path, ids, Full(), 17) == answered(tmp_path, ids, SnapKV(), None) == expected
     info = HuggingFace(str(tmp_path)).describe()
     loaded = HuggingFace(str(tmp_path)).load("fp32", "cpu").model
-    assert (info.window, info.layer_windows, info.head_dim) == (4096, layer_kinds(loaded.config).windows, 16)
+    assert (info.window, info.layer_windows) == (4096, layer_kinds(loaded.config).windows)
+    assert info.head_dim == loaded.get_decoder().layers[-1].self_attn.head_dim  # type: ignore[union-attr]
     assert info.architecture == type(loaded).__name__
     assert info.num_parameters == loaded.num_parameters()
 

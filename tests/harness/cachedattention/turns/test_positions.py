@@ -19,7 +19,7 @@ from harness.cachedattention.turns.truncation import Rotation, RotationError
 from harness.engine.attach import Attachment, attached
 from harness.engine.cache import KVCache
 from harness.engine.engine import Engine
-from harness.engine.hf import channel_pairing, layer_specs
+from harness.engine.hf import channel_pairings, layer_specs
 from kernels.rope import rotate
 from methods.full import Full
 from tests.harness.cachedattention.turns.test_caches import TIERS, stored
@@ -43,7 +43,7 @@ def keys_at(model: PreTrainedModel, positions: Tensor) -> list[Tensor]:
     """Of every layer, as transformers caches them. Attention sees distances alone, so only the rotation differs."""
     with torch.no_grad():
         out = model(prompt(len(positions)), position_ids=positions[None], use_cache=True)
-    return [channel_pairing(model).in_halves(layer.keys) for layer in out.past_key_values.layers]
+    return [channel_pairings(model)[0].in_halves(layer.keys) for layer in out.past_key_values.layers]
 
 
 def rotations(model: PreTrainedModel) -> list[Rotation]:
