@@ -52,6 +52,9 @@ row_scores = Op(
     "row_scores", triton="kernels.gpu.scores", cpu="kernels.cpu.scores", torch="kernels.reference"
 )
 row_scores_with_lse = Op("row_scores_with_lse", cpu="kernels.cpu.scores", torch="kernels.reference")
+pick_overwritten = Op(
+    "pick_overwritten", triton="kernels.gpu.overwritten", torch="kernels.overwritten"
+)
 row_weights = Op("row_weights", triton="kernels.gpu.scores", torch="kernels.reference")
 live_scores = Op("live_scores", triton="kernels.gpu.scores", torch="kernels.reference")
 add_received = Op("add_received", triton="kernels.gpu.scores", torch="kernels.reference")
@@ -120,7 +123,9 @@ rebuild_keys = Op(
     cpu="kernels.cpu.rebuild",
     torch="kernels.reference",
 )
-last_alike = Op("last_alike", cpu="kernels.cpu.alike", torch="kernels.reference")
+last_alike = Op(
+    "last_alike", triton="kernels.gpu.alike", cpu="kernels.cpu.alike", torch="kernels.reference"
+)
 attention_inputs = Op(
     "attention_inputs", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block"
 )

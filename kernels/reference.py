@@ -11,6 +11,7 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from kernels import ops
 from kernels.per_sequence import CountedOnDevice, PerSequence
@@ -497,10 +498,11 @@ def rebuild_keys(
     )
 
 
-def last_alike(units: Tensor, threshold: float) -> Tensor:
-    """Return for each unit vector the number of the last other one whose product with it is more
-    than `threshold`, which is positive; 0 if there is none. units [B G S D] -> [B G S]. R-KV (arXiv
+def last_alike(keys: Tensor, threshold: float) -> Tensor:
+    """Return for each key the number of the last other one whose cosine with it is more than
+    `threshold`, which is positive; 0 if there is none. keys [B G S D] -> [B G S]. R-KV (arXiv
     2505.24133)"""
+    units = unit_vectors(keys)
     numbers = torch.arange(units.shape[2], device=units.device, dtype=torch.int32)
     last = torch.empty(units.shape[:3], dtype=torch.int64, device=units.device)
     for start in range(0, units.shape[2], 256):  # bounds the matrix of products
@@ -509,6 +511,11 @@ def last_alike(units: Tensor, threshold: float) -> Tensor:
         alike.diagonal(start, -2, -1).zero_()
         last[:, :, part] = torch.where(alike > threshold, numbers, 0).amax(-1)
     return last
+
+
+def unit_vectors(x: Tensor) -> Tensor:
+    """Return x [... D] with vectors of length 1, in fp32."""
+    return normalize(x.float(), dim=-1, eps=1e-8)
 
 
 def likeliest_tokens(logits: Tensor, out: Tensor | None = None) -> Tensor:

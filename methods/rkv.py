@@ -21,9 +21,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import max_pool1d, normalize
+from torch.nn.functional import max_pool1d
 
 from kernels import ops
+from kernels.reference import unit_vectors
 from methods.abilities.bounded_answer import CountedAnswer
 from methods.abilities.last_queries import EvictsWhileDecoding, LastQueries
 from methods.base import Ability, Plan
@@ -35,7 +36,7 @@ from methods.layers import between_ends
 SIMILAR = 0.5
 
 
-class RKVKeep(LastQueries, capturable=True, of_each={}):
+class RKVKeep(LastQueries, capturable=True, of_each={"last": None}):
     """Keep the window, and of the other tokens those that the last queries attend to and whose keys
     are least like other keys."""
 
@@ -74,8 +75,7 @@ def redundancy(keys: Tensor) -> Tensor:
 def _similarity(keys: Tensor) -> Tensor:
     """Return the mean cosine similarity of each key to all keys, without the two that each key
     leaves out (see `redundancy`), keys [B G S D] -> [B G S] fp64."""
-    units = normalize(keys.float(), dim=-1, eps=1e-8)
-    last = ops.last_alike(units, SIMILAR)
+    units, last = unit_vectors(keys), ops.last_alike(keys, SIMILAR)
     itself = last == torch.arange(keys.shape[2], device=keys.device)
     with_last = torch.einsum("bgsd,bgsd->bgs", units, ops.gather_rows(units, last))
     left_out = with_last.masked_fill(itself, 0)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from harness.bench.common.operations import parameters
 from harness.bench.common.synthetic import LayerShape
@@ -242,6 +241,17 @@ def _scores(x: Inputs) -> Iterator[OpCase]:
         scale=x.scale,
         live=x.count.clamp(max=x.budget),
     )
+    places = torch.arange(x.budget, device=x.q.device).unsqueeze(0)
+    yield _case(
+        "pick_overwritten",
+        f"TOVA, {x.budget}",
+        logits=x.random(1, groups, x.shape.heads // groups, x.budget, dtype=torch.float32),
+        lse=x.random(1, x.shape.heads, dtype=torch.float32),
+        scale=x.scale,
+        places=places,
+        row=places[:, 0].clone(),
+        counts=places.new_zeros(1, 4),
+    )
     yield _case(
         "pick_channels",
         f"SparQ, {CHANNELS} of {dim}",
@@ -344,9 +354,9 @@ def _quantised(x: Inputs) -> Iterator[OpCase]:
 
 
 def _alike(x: Inputs) -> Iterator[OpCase]:
-    keys = normalize(x.kv[0][:, :, : x.budget].float(), dim=-1)
+    keys = x.kv[0][:, :, : x.budget]
     flops = 2.0 * keys.numel() * keys.shape[2]
-    yield _case("last_alike", f"R-KV, {keys.shape[2]}", flops, units=keys, threshold=0.5)
+    yield _case("last_alike", f"R-KV, {keys.shape[2]}", flops, keys=keys, threshold=0.5)
 
 
 def _rows(x: Inputs) -> Iterator[OpCase]:

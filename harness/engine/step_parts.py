@@ -7,7 +7,7 @@ PHASES = {
     "select": (
         "row_scores", "row_weights", "channel_weights", "channel_sums", "pq_weights", "pq_best",
         "group_weights", "group_margins", "top_k", "column_sums", "kmeans", "windowed_sums", "page_scores",
-        "token_rows", "pick_channels", "live_scores", "partial_products", "add_received",
+        "token_rows", "pick_channels", "live_scores", "partial_products", "add_received", "pick_overwritten",
         "last_alike", "estimated_logits", "carrying", "row_scores_with_lse", "first_places",
     ),
     "fetch": ("gather_rows", "gather_tiers", "put_rows", "rebuild_keys", "rotate", "rotate_to", "decode_rows"),

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kernels.cpu.ffi.bindings import Function, Struct, floats, int64s, integer, real
 from kernels.cpu.ffi.library import load
+from kernels.reference import unit_vectors
 
 
 class LastAlike(Struct):
@@ -24,8 +25,9 @@ _library = load(
 )
 
 
-def last_alike(units: Tensor, threshold: float) -> Tensor:
-    """Find the last other vector that is like each one, as kernels/reference.py defines it."""
+def last_alike(keys: Tensor, threshold: float) -> Tensor:
+    """Find the last other key that is like each one, as kernels/reference.py defines it."""
+    units = unit_vectors(keys)
     last = torch.empty(units.shape[:3], dtype=torch.int64)
     _library.last_alike(
         units=units.contiguous(), last=last, pairs=last[..., 0].numel(), count=units.shape[2], dim=units.shape[3],
@@ -34,7 +36,7 @@ def last_alike(units: Tensor, threshold: float) -> Tensor:
     return last
 
 
-def last_alike_refuses(units: Tensor, threshold: float) -> str | None:
-    if units.is_cuda or units.dtype != torch.float32 or not units.numel():
-        return f"takes float32 vectors on the CPU, got {list(units.shape)} {units.dtype} on {units.device}"
+def last_alike_refuses(keys: Tensor, threshold: float) -> str | None:
+    if keys.is_cuda or not keys.numel():
+        return f"takes keys on the CPU, got {list(keys.shape)} on {keys.device}"
     return None

@@ -40,7 +40,7 @@ from kernels.coded import Coded  # noqa: E402
 from kernels.dispatch import use_backend  # noqa: E402
 from kernels.gpu import block, common, rope  # noqa: E402
 from kernels.partial import Guess, NewPartial  # noqa: E402
-from kernels.ragged import Ragged  # noqa: E402
+from kernels.ragged import Ragged, with_sizes  # noqa: E402
 from kernels.reference import pq_held  # noqa: E402
 from tests.kernels.machine_code import SHARED, WARPS, MachineCode  # noqa: E402
 from tests.kernels.op_cases import cases, converted  # noqa: E402
@@ -83,6 +83,7 @@ CASES = (
     "decode_rows-nvfp4-some", "decode_rows-nvfp4-dim80-all", "coded_attention-tq2", "coded_attention-tq3",
     "coded_attention-tq4", "coded_attention-tq2q", "coded_attention-tq3q-dim80-turned", "coded_attention-tq4q-turned",
     "coded_attention-int4-turned", "coded_attention-3-of-each-tq3", "decode_rows-tq3-some", "decode_rows-tq4-some",
+    "last_alike-300-of-128", "last_alike-37-of-20",
 )  # fmt: skip
 BLOCKS = ("smollm", "qwen3", "dim96-prompt", "glm-prompt")
 OPS = {op.name: op for op in ops.ALL}
@@ -158,6 +159,9 @@ def compile_cases(dtypes: list[torch.dtype]) -> None:
         for held in (x, Ragged([x])):
             lse, query, at = torch.zeros(1, 8), x.new_zeros(1, 8, 1, 128), torch.ones(1, dtype=torch.int64)
             launch("add_received", torch.zeros(1, 2, 64), query, held, lse, 0.1, at)
+            scores: Any = torch.zeros(1, 2, 4, 50)
+            scores = with_sizes(scores, held, 3)
+            launch("pick_overwritten", scores, lse, 0.1, at.new_zeros(1, 64), at, at.new_zeros(1, 4))
             basis, columns = query.new_zeros(1, 2, 128, 50), torch.zeros(1, 2, 50, 64, dtype=dtype).mT
             new = NewPartial(x[:, :, :1], basis, Ragged([columns]) if isinstance(held, Ragged) else columns, at)
             launch("partial_products", Guess(query, x[0, :1, :1], x[0, :1, :1], basis, 0.1), new)

@@ -42,7 +42,7 @@ AXIS = {  # of a kernel's grid: that of heads, rows or problems, whose number mu
     "_scores": 1, "_best": 0, "_count": 0, "_place": 0, "_cells": 0, "_count_kinds": 0, "_place_kinds": 0,
     "_norm": 0, "_turn": 2, "_gate": 0, "_attend_codes": 0, "_decode_rows": 1,
     "_token_rows": 1, "_pick": 0, "_mix": 0, "_mean": 0, "_products": 1, "_turn_to": 2,
-    "_encode": 1, "_best_of_piece": 1, "_best_of_all": 0,
+    "_encode": 1, "_best_of_piece": 1, "_best_of_all": 0, "_find": 1, "_least": 1, "_go_on": 0,
 }  # fmt: skip
 CASES = (
     "segment_attention-gqa4-dim128-per-head", "segment_attention-gqa4-dim128-weighted",
@@ -60,7 +60,7 @@ CASES = (
     "live_scores-by-channel-[20]", "rotate_to-3-of-each", "pick_channels-some-of-3",
     "attention_with_mean-gqa3-dim64",
     "page_scores-3-of-each", "token_rows-1025-of-5", "token_rows-3-of-each-and-last",
-    "coded_attention-int4", "encode_codes-int4", "decode_rows-int4-some", "decode_rows-int2-all",
+    "last_alike-37-of-20", "coded_attention-int4", "encode_codes-int4", "decode_rows-int4-some", "decode_rows-int2-all",
 )  # fmt: skip
 
 
@@ -148,8 +148,10 @@ def test_kmeans_and_blocks(far: Far) -> None:
                 Guess(stored(6, 1, 4, 1, 8), x[0, :1, :1], x[0, :1, :1], torch.zeros(1, 2, 8, 5), 1.0), new
             )
             ops.add_received(torch.zeros(1, 2, 9), stored(3, 1, 4, 1, 8), held, torch.zeros(1, 4), 1.0, None)
+        numbers = torch.zeros(3, 4, dtype=torch.int64)
+        ops.pick_overwritten(torch.zeros(3, 2, 2, 4), torch.zeros(3, 4), 1.0, numbers, numbers[:, 0].clone(), numbers)
         ops.likeliest_tokens(torch.zeros(2, 5000))
-    layer = {"_assign", "_move", "_turn", "_norm", "_gate", "_put", "_scores", "_products"}
+    layer = {"_assign", "_move", "_turn", "_norm", "_gate", "_put", "_scores", "_products", "_least", "_go_on"}
     assert far.ran == {*layer, "_best_of_piece", "_best_of_all"}
 
 

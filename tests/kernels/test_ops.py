@@ -14,10 +14,22 @@ from torch.testing import assert_close
 from kernels import ops, reference
 from kernels.dispatch import REFERENCE, use_backend
 from kernels.partial import Guess, NewPartial
+from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged
 from kernels.rope import rotate
 from tests.kernels.guarded import guarded
-from tests.kernels.op_cases import OpCase, best_by_codes, cases, comparable, converted, device_of, pick, random, stored
+from tests.kernels.op_cases import (
+    OpCase,
+    best_by_codes,
+    cases,
+    comparable,
+    converted,
+    device_of,
+    draw,
+    pick,
+    random,
+    stored,
+)  # fmt: skip
 
 HAS_GPU = torch.cuda.is_available()
 OPS = {op.name: op for op in ops.ALL}
@@ -123,8 +135,8 @@ def _assert_best(scores: Tensor, rows: Tensor) -> None:
 
 def test_every_operation_has_cases() -> None:
     elsewhere = {
-        "add_received", "kmeans", "put_rows", "attention_inputs", "attention_inputs_stored", "block_output",
-        "block_output_apart", "token_logits", "likeliest_tokens",
+        "add_received", "pick_overwritten", "kmeans", "put_rows", "attention_inputs", "attention_inputs_stored",
+        "block_output", "block_output_apart", "token_logits", "likeliest_tokens",
     }  # fmt: skip
     assert {case.op for case in cases()} == set(OPS) - elsewhere
 
@@ -255,6 +267,36 @@ def test_received_attention_is_added_to_what_there_is(backend: str, dtype: torch
         assert ops.add_received.refusal(backend, sums, q, held, lse, 0.3, live) is None
         ops.add_received(sums, q, held, lse, 0.3, live)
     assert_close(sums.double(), wanted, atol=TOLERANCE[dtype] * wanted.abs().max().item(), rtol=0)
+
+
+@pytest.mark.parametrize("unequal", [False, True], ids=["alike", "unequal"])
+@pytest.mark.parametrize("count", [300, 1])
+@pytest.mark.parametrize("backend", ops.pick_overwritten.targets)
+def test_the_row_that_goes_next_has_the_least_weight(backend: str, count: int, unequal: bool) -> None:
+    """Of equal ones the latest; the newest token's row stays, and of two sequences one may have fewer rows."""
+    sizes = [count, max(1, count - 60) if unequal else count]
+    logits, lse = 6 * random(1, 2, 5, 7, count).round(), random(2, 2, 35)
+    logits[..., ::9] = logits.amin(-1, keepdim=True) - 2000  # these weigh nothing
+    places = torch.stack([torch.randperm(count, generator=draw(3)) for _ in sizes])
+    row = torch.tensor([count // 2, 0])
+    counts = torch.tensor([[count - 1 + sequence, 4, 100, count // 2] for sequence in (0, 9)])
+    wanted = places.clone(), row.clone(), counts.clone()
+    for own, size in enumerate(sizes):
+        weights = (logits[own] * 0.3 - lse[own].view(5, 7, 1)).exp().sum((0, 1))[:size]
+        left = 4 - int(places[own, row[own]] < count // 2)
+        newest = int(counts[own, 0]) + 1
+        wanted[0][own, row[own]] = newest
+        wanted[2][own, :3] = torch.tensor([newest, left, 100 + left])
+        least = min(float(weights[i]) for i in range(size) if i != row[own]) if size > 1 else None
+        others = [i for i in range(size) if i != row[own] and float(weights[i]) == least]
+        wanted[1][own] = max(others, key=lambda i: int(places[own, i])) if others else 0
+    logits, lse, *changed = converted((logits, lse, places, row, counts), torch.float32, device_of(backend))
+    scores = Ragged.filled_up(logits, PerSequence(sizes), 3) if unequal else logits
+    with use_backend(backend), guarded((logits, lse), backend):
+        assert ops.pick_overwritten.refusal(backend, scores, lse, 0.3, *changed) is None
+        ops.pick_overwritten(scores, lse, 0.3, *changed)
+    for got, one in zip(changed, wanted, strict=True):
+        assert torch.equal(got.cpu(), one)
 
 
 @pytest.mark.parametrize("layout", ["heads outside", "tokens outside", "inner view"])
