@@ -14,7 +14,7 @@ from methods.adakv import AdaKeep, AdaKV
 from methods.pyramidkv import PyramidKeep, PyramidKV
 
 
-class AdaPyramidKeep(AdaKeep, PyramidKeep, capturable=True, of_each={}):
+class AdaPyramidKeep(AdaKeep, PyramidKeep, capturable=True, of_each={"last": None}):
     """Evict as Ada-KV does, with as many tokens per layer as PyramidKV gives it."""
 
     method: AdaPyramid

@@ -26,7 +26,7 @@ from methods.pools import PerHeadStore
 from methods.snapkv import SnapKeep, SnapKV
 
 
-class AdaKeep(SnapKeep, capturable=True, of_each={}):
+class AdaKeep(SnapKeep, capturable=True, of_each={"last": None}):
     """Evict tokens once the prompt is complete: of the tokens of all KV heads of a sequence
     together, keep those with the most votes (attention from the prompt's last queries), so that one
     head may keep more tokens than another."""

@@ -20,6 +20,7 @@ from kernels.coded import Coded
 from kernels.reference import Segment
 from kernels.step_inputs import record_input
 from methods.base import (
+    SELDOM,
     AttnInput,
     Cost,
     LayerSpec,
@@ -45,14 +46,20 @@ class KiviLayer(Layer, capturable=True):
         super().seal()
         self._quantise()
 
-    def decode(self, x: AttnInput) -> Tensor:
-        out = super().decode(x)
+    def prepare(self) -> None:
+        super().prepare()
         self._quantise()
-        return out
+
+    def steps_alike(self) -> float:
+        return min(super().steps_alike(), self.method.residual - self.store.length)
+
+    def decode(self, x: AttnInput) -> Tensor:
+        self._quantise()
+        return super().decode(x)
 
     def _quantise(self) -> None:
         waiting, each = self.store, self.method.residual
-        if self.cache.counters.running:  # such a step fills no block (`capture_refusal`)
+        if self.cache.counters.running:  # `prepare` has done it
             return
         if not (count := self.method.whole_blocks(waiting.length)):
             return
@@ -131,9 +138,8 @@ class KiviLayer(Layer, capturable=True):
             self.far.take(quantised.held())
 
     def capture_refusal(self) -> str | None:
-        after = self.store.length + self.request.capacity - self.stored
-        if after >= self.method.residual:
-            return f"{after} tokens will wait, and {self.method.residual} are quantised in between"
+        if (each := self.method.residual) < SELDOM:
+            return f"residual={each} tokens are quantised every {each} steps"
         return super().capture_refusal()
 
 

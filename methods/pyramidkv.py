@@ -22,7 +22,7 @@ from methods.base import LayerWorkload
 from methods.snapkv import SnapKeep, SnapKV
 
 
-class PyramidKeep(SnapKeep, capturable=True, of_each={}):
+class PyramidKeep(SnapKeep, capturable=True, of_each={"last": None}):
     """Evict tokens as SnapKV does, with a number of kept tokens of the layer's own: lower layers
     keep more."""
 

@@ -37,7 +37,7 @@ from methods.snapkv import SnapKeep, SnapKV
 from methods.tiers.rows import room_for
 
 
-class RocketKeep(SnapKeep, capturable=True, of_each={}):
+class RocketKeep(SnapKeep, capturable=True, of_each={"last": None}):
     """Evict a part of the prompt for good, when it is complete: the first of RocketKV's two
     stages."""
 

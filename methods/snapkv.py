@@ -27,7 +27,7 @@ from methods.parts import costs
 from methods.pools import KVStore
 
 
-class SnapKeep(LastQueries, capturable=True, of_each={}):
+class SnapKeep(LastQueries, capturable=True, of_each={"last": None}):
     """Collect the prompt's last `window` queries. When the prompt is complete, the tokens that
     receive most attention from these queries stay, and the others are dropped."""
 

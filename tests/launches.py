@@ -30,8 +30,10 @@ from harness.engine.forward import BlockForward
 from kernels.dispatch import use_backend
 from methods.base import Budget
 from methods.kivi import Kivi
+from methods.rkv import RKV
 from methods.shadowkv import ShadowKV
 from methods.tiers.codecs import codec_of
+from methods.triattention import TriAttention
 from tests.dispatched import NO_LAUNCH, DispatchRecorder, is_launch
 from tests.generated_pages import DOCS, code, table, with_table
 from tests.methods.test_contract import small
@@ -62,7 +64,10 @@ METHODS = (
     "kvzip",
     "ada_pyramid",
     "coded",
-)  # fmt: skip; steps of TOVA and R-KV are not captured
+    "tova",
+    "rkv",
+    "triattention",
+)
 HEAD = ("methods", *(f"{count} sequence{'s' if count > 1 else ''}" for count in SEQUENCES))
 OUTSIDE = "Outside of its layers a step launches N times"  # below the table
 PAGE = DOCS / "kernels.md"
@@ -133,8 +138,10 @@ def attached_to(name: str) -> Any:
     name, _, asked = name.partition(" ")
     method = small(name)
     method = replace(method, hit_cache=False) if isinstance(method, ShadowKV) else method
-    # every prompt fills more than one block, and no step does
+    # every prompt fills more than one block
     method = replace(method, group=4, residual=20) if isinstance(method, Kivi) else method
+    # rows go between some steps
+    method = replace(method, buffer=9) if isinstance(method, RKV | TriAttention) else method
     budget = Budget(BUDGET, mass=0.9 if asked == "mass" else None) if method.uses_budget else None
     asked = asked.removeprefix("mass") or ("int4" if name == "coded" else "")
     codec = codec_of(asked) if asked else None
@@ -153,7 +160,7 @@ def launches_of(name: str, sequences: int) -> dict[int | None, list[str]]:
         engine.generate(prompt(60), max_new_tokens=2)  # the first answer is checked, in plain steps
         batch = RunningBatch(engine)
         for length in LENGTHS[:sequences]:
-            engine.join(batch, prompt(length, seed=length), max_new_tokens=4)
+            engine.join(batch, prompt(length, seed=length), max_new_tokens=16)
         batch.step()
         assert engine.plain_steps is None, engine.plain_steps
     return recorder.by_layer

@@ -294,6 +294,16 @@ class KVCache(Cache):
         for layer in self.layers:
             layer.count_replayed(steps)
 
+    def prepare(self) -> None:
+        """Let every layer do what must be done between two steps (`KVLayer.prepare`). It is called
+        before steps that are captured, or taken together with other sequences."""
+        for layer in self.layers:
+            layer.prepare()
+
+    def steps_alike(self) -> float:
+        """Return how many such steps can be taken before `prepare` must be called again."""
+        return min(layer.steps_alike() for layer in self.layers)
+
     def next_row(self, layer: int) -> NextRow | None:
         """Return where a layer stores the next token of each sequence, so that its k and v can be
         written there as they are computed. Return None if they must pass through `attend`."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
+from math import inf
 from typing import Any
 
 import torch
@@ -116,6 +117,7 @@ class PaddedCache(LoopCache):
         self._members = tuple(members)
         # steps the members together; made again after their memory moved
         self._slots: SlotsCache | None = None
+        self._alike = inf  # steps that `_slots` can take
         # [B columns], mask of the forwards so far
         self._mask = torch.empty(len(members), 0, dtype=torch.bool)
         self._turn = 0  # the column with which the turn began
@@ -269,8 +271,12 @@ class PaddedCache(LoopCache):
             for member in self._members:
                 if not member.sealed:
                     member.seal()
-            if any([member.make_room(1) for member in self._members]) or self._slots is None:
+            grown = any([member.make_room(1) for member in self._members])
+            if grown or self._slots is None or self._slots.counters.steps >= self._alike:
+                for member in self._members:
+                    member.prepare()
                 self._slots = SlotsCache(self._members)
+                self._alike = self._slots.steps_alike()
             self._slots.begin()
 
     def _part(self) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from methods.abilities.keep_generated import KeepGenerated, KeepScored
-from methods.base import Ability, BudgetError, KVLayer, Method
+from methods.base import SELDOM, Ability, BudgetError, KVLayer, Method
 from methods.layers.ability_state import AbilityState
 from methods.layers.layer import Layer
 from methods.layers.policy import Keep
@@ -114,11 +114,17 @@ class AnswerBound(AbilityState, capturable=True, of_each={}):
         self.bound = None
 
     def capture_refusal(self) -> str | None:
-        return (
-            None
-            if self.bound is None
-            else f"{self.what} lets some steps drop tokens and others not"
-        )
+        if self.bound is None or (steps := self.steps_between(self.bound)) >= SELDOM:
+            return None
+        return f"{self.what} lets tokens go every {steps} steps"
+
+    def steps_between(self, bound: Bound) -> int:
+        """Return how many steps lie between two before which rows go."""
+        return bound.most - bound.kept
+
+    def idle_steps(self) -> int:
+        assert self.bound is not None
+        return self.bound.first + self.bound.most - self.store.length
 
     def before_step(self) -> None:
         bound, layer = self.bound, self.layer
@@ -181,6 +187,27 @@ class CountedBound(AnswerBound, capturable=True, of_each={}):
     def asked(self) -> Bound | None:
         most = self.most_rows()
         return None if most is None else Bound(0, most, min(most - 1, most - self.extra_rows))
+
+    @property
+    def overwrites(self) -> bool:
+        """Return whether one row goes before each step, and the new token can be written there."""
+        assert self.bound is not None
+        return self.steps_between(self.bound) == 1 and getattr(
+            self.layer.keeps, "overwrites", False
+        )
+
+    def capture_refusal(self) -> str | None:
+        return None if self.bound is None or self.overwrites else super().capture_refusal()
+
+    def idle_steps(self) -> int:
+        return super().idle_steps() - self.overwrites
+
+    def before_step(self) -> None:
+        super().before_step()
+        assert self.bound is not None
+        if self.overwrites and self.store.length == self.bound.most - 1:
+            self.layer.keeps.overwrite()
+            self.layer.acting = [state for state in self.layer.acting if state is not self]
 
     def choose(self, count: int, size: int) -> tuple[str, Tensor]:
         keeps = self.layer.keeps

@@ -71,6 +71,12 @@ class Ranking(CountedBound, capturable=True, of_each={}):
         self.began = self.layer.seen
         return super().after_seal()
 
+    def steps_between(self, bound: Bound) -> int:
+        return self.extra_rows
+
+    def idle_steps(self) -> int:
+        return self.extra_rows - (self.layer.seen - self.began) % self.extra_rows
+
     def before_step(self) -> None:
         bound, layer = self.bound, self.layer
         assert bound is not None

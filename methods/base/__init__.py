@@ -8,7 +8,7 @@ tokens, K chosen tokens, D head size, E model width. KV head i serves query head
 from __future__ import annotations
 
 from methods.base.cost import Cost, CostError, LayerWorkload
-from methods.base.layer import Attended, KVLayer, Reading, over_steps
+from methods.base.layer import SELDOM, Attended, KVLayer, Reading, over_steps
 from methods.base.method import (
     Ability,
     Grids,
@@ -22,6 +22,7 @@ from methods.base.state import CacheState, Checks
 from methods.budget import Budget, BudgetError, PaperBudget, Plan, check_layers
 
 __all__ = [
+    "SELDOM",
     "Ability",
     "Attended",
     "AttnInput",

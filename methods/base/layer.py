@@ -5,12 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
+from math import inf
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
 from methods.base.request import AttnInput, LayerSpec, NextRow
 from methods.base.state import CacheState, undeclared
+
+# steps; a capture pays if a layer must prepare no more often than that
+SELDOM = 8
 
 
 class Attended(NamedTuple):
@@ -84,6 +88,14 @@ class KVLayer(ABC):
             f"{type(self).__name__} lends its rows to no other layer: write `lend`, or choose a model whose layers "
             "all have keys and values of their own."
         )
+
+    def prepare(self) -> None:  # noqa: B027 (most layers have nothing to do)
+        """Do what must be done between two steps if one of them is captured or taken together with
+        other sequences, such as letting rows go. A plain `decode` does it by itself."""
+
+    def steps_alike(self) -> float:
+        """Return how many steps can be taken before `prepare` must be called again."""
+        return inf
 
     def next_row(self) -> NextRow | None:
         """Return where the next `decode` would store k and v, so that the kernel that computes them

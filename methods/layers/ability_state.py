@@ -26,3 +26,12 @@ class AbilityState(Policy, capturable=True, of_each={}):
 
     def before_step(self) -> None:
         """Act before a step stores its token."""
+
+    def idle_steps(self) -> int:
+        """Return how many steps can be taken before `before_step` must be called again."""
+        return 0
+
+    def capture_refusal(self) -> str | None:
+        if self in self.layer.acting and not self.idle_steps():
+            return f"{type(self).__name__} acts before each step"
+        return super().capture_refusal()

@@ -106,6 +106,7 @@ def together(slots: Slots, cache: CacheState) -> Layer:
     if layers[0].far is not None:
         pools = [layer.far for layer in layers if layer.far is not None]
         joint.far = cast(Pool, BatchedPool(pools, cache, slots.dead))
+    joint.acting = []  # each of `layers` has prepared for steps in which it does not act
     joint.sealed = cast(int, slots.of_rows([layer.sealed for layer in layers]))
     joined = {mine: _joined(policies, joint, slots) for mine, *policies in _policies(layers)}
     joint.policies = tuple(joined.values())

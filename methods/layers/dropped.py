@@ -18,15 +18,17 @@ class Dropped:
     prompt_left: Tensor | None = None
 
     def of_prompt(self, places: Tensor | None) -> Tensor | None:
-        """Return the positions of prompt tokens among `places` [B heads S], the ascending positions
-        of the first stored tokens, with -1 where a head has fewer."""
+        """Return the positions of prompt tokens among `places` [B heads S], those of the first
+        stored tokens, ascending, with -1 where a head has fewer."""
         if places is None or self.prompt_left is None:
             return places
+        places = places.sort(-1).values
         first = places[..., : int((places < self.end).sum(-1).max())]
         return first.where(first < self.end, -1)
 
     def of_answer(self, places: Tensor) -> Tensor:
         """Return the positions of generated tokens among `places` [B heads S], those of all stored
-        tokens, with -1 where a head has fewer."""
+        tokens, ascending, with -1 where a head has fewer."""
+        places = places.sort(-1).values
         last = places[..., places.shape[2] - int((places >= self.end).sum(-1).max()) :]
         return last.where(last >= self.end, -1)

@@ -4,6 +4,7 @@ decide what is kept of the prompt and what a decode step reads."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import ClassVar
 
 from torch import Tensor
@@ -102,9 +103,15 @@ class Layer(Storage, capturable=True):
         self.prompt_rows, self.closed = self.store.length, True
         self.acting = [state for state in self.states if state.after_seal()]
 
+    def prepare(self) -> None:
+        for state in self.acting:
+            state.before_step()
+
+    def steps_alike(self) -> float:
+        return min((state.idle_steps() for state in self.acting), default=inf)
+
     def next_row(self) -> NextRow | None:
-        as_they_are = self.heads == self.spec.num_kv_heads and not self.acting
-        return self.store.next_row() if as_they_are else None
+        return self.store.next_row() if self.heads == self.spec.num_kv_heads else None
 
     def decode(self, x: AttnInput) -> Tensor:
         for state in self.acting:
@@ -213,7 +220,7 @@ class Layer(Storage, capturable=True):
             return f"placement={self.request.placement} reads the chosen rows from files"
         if self.request.reuse_steps:
             return f"reuse_steps={self.request.reuse_steps} lets one step choose and others not"
-        reasons = (policy.capture_refusal() for policy in (*self.acting, *self.policies))
+        reasons = (policy.capture_refusal() for policy in self.policies)
         return next((reason for reason in reasons if reason), super().capture_refusal())
 
     def count_replayed(self, steps: int) -> None:

@@ -114,9 +114,10 @@ class BatchedStore(KVStore):
             ops.put_rows(self._values, rows, v.reshape(*held, *v.shape[2:]))
 
     def next_row(self) -> NextRow:
-        return NextRow(
-            self._keys, self._values, self.cache.counters.first(self._lengths, self._keys.device)
-        )
+        row = self.row
+        if row is None:
+            row = self.cache.counters.first(self._lengths, self._keys.device)
+        return NextRow(self._keys, self._values, row)
 
     def each(self, q: Tensor, attend: Attend) -> Tensor:
         """Return attend(q, this store, None), where the queries of KV heads with stores of their own
@@ -133,6 +134,8 @@ class BatchedStore(KVStore):
     def since(self, start: int | PerSequence) -> Segment:
         """Return the tokens from number `start` on, in each sequence, including the one that this
         step has stored. `live` of the segment says on the device how many there are."""
+        if self.row is not None:
+            return self.between(start, self._keys.sizes)
         if (start, None) not in self._segments:
             live = self.cache.counters.first(self._lengths - start + 1, self._keys.device)
             self._segments[start, None] = self.between(start, self._keys.sizes)._replace(live=live)

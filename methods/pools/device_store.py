@@ -38,6 +38,8 @@ class KVStore:
     and what holds values is a view of them."""
 
     tier = DEVICE
+    # [B], where the next token is written over another one; None: after all others
+    row: Tensor | None = None
     # steps append to them, and have changed no existing row
     steady: tuple[str, ...] = ("k_rows", "v_rows")
     k_rows: Tensor
@@ -105,7 +107,13 @@ class KVStore:
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Store k, v [B G T D] of new tokens after the others. Raises `ValueError` if there is no
-        room."""
+        room. With a `row`, a single token is written there."""
+        if self.row is not None:
+            rows = self.row.view(-1, 1, 1).expand(*k.shape[:3])
+            ops.put_rows(self.k_rows, rows, k)
+            if self.values_from is None:
+                ops.put_rows(self.v_rows, rows, v)
+            return
         end = self.length + k.shape[2]
         batch, room = self.cache.request.batch, self.k_rows.shape[2]
         if k.shape[0] != batch or end > room:
@@ -119,13 +127,15 @@ class KVStore:
         """Return where `append` would write one more token of each sequence, as a row number on the
         device; None if it is known only in Python, or if there is no room."""
         counters = self.cache.counters
+        if counters.running and self.row is not None:
+            return NextRow(self.k_rows, self.v_rows, self.row)
         if not counters.running or self.length == self.k_rows.shape[2]:
             return None
         return NextRow(self.k_rows, self.v_rows, counters.tensor(self.length, self.k_rows.device))
 
     def count_written(self) -> None:
         """Count one more token per sequence, which a kernel has written to `next_row` already."""
-        self.length += 1
+        self.advance(1)
 
     def write(self, rows: Tensor, k: Tensor | None, v: Tensor | None) -> None:
         """Write keys k, values v or both [B G K D] in place of those of the tokens rows [B G K]."""
@@ -144,6 +154,12 @@ class KVStore:
             if name in self.steady:
                 self._hold(name, getattr(self, name).clone())
         self.steady = tuple(name for name in self.steady if name not in names)
+
+    def overwrite(self, row: Tensor) -> None:
+        """Let each further token take the row `row` [B], which steps change; the first takes the
+        next free one. A cache that goes back to an earlier state finds its tokens again."""
+        self._copy_once(*self._own)
+        self.row, self.length = row, self.length + 1
 
     def keep_of_last(self, count: int, rows: Tensor) -> None:
         """Drop the last `count` tokens except those that rows [B G K] name, ascending and numbered
@@ -183,7 +199,8 @@ class KVStore:
     def advance(self, steps: int) -> None:
         """Add `steps` to the length: so many steps were replayed from a captured one and have each
         stored a token."""
-        self.length += steps
+        if self.row is None:
+            self.length += steps
 
     def each(self, q: Tensor, attend: Attend) -> Tensor:
         """Return attend(q, this store, None): attention for all KV heads at once. `PerHeadStore`
@@ -199,7 +216,7 @@ class KVStore:
         """Return keys and values of all tokens from number `start` on. While steps are captured,
         this includes the empty rows for later tokens, and `live` says on the device how many are
         valid."""
-        if not self.cache.counters.running:
+        if not self.cache.counters.running or self.row is not None:
             stored = slice(start, self.length)
             return Segment(self.k_rows[:, :, stored], self.v_rows[:, :, stored])
         live = self.cache.counters.tensor(self.length - start, self.cache.request.device)

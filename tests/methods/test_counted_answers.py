@@ -22,15 +22,17 @@ from kernels.dispatch import use_backend
 from methods.abilities import APART, ability, refuse
 from methods.abilities.bounded_answer import BoundedAnswer, CountedAnswer
 from methods.abilities.evict_every import EvictEvery
-from methods.abilities.keep_generated import KeepRandom
+from methods.abilities.keep_generated import KeepRandom, KeepScored
 from methods.abilities.kept_codec import KeptCodec
 from methods.abilities.mass import Mass
 from methods.abilities.merge import Merge as CaM
 from methods.abilities.merge import Merging
 from methods.abilities.repeat import Repeat
-from methods.base import Ability, AttnInput, Method
+from methods.adakv import AdaKV
+from methods.base import Ability, AttnInput, Budget, Method
+from methods.h2o import H2O
+from methods.kivi import Kivi
 from methods.layers import Layer
-from methods.layers.batched import alone_because
 from methods.layers.returned import ReturnedError
 from methods.rkv import RKV
 from methods.snapkv import SnapKV
@@ -39,6 +41,7 @@ from methods.tova import TOVA, TOVAKeep
 from methods.triattention import TriAttention
 from tests.batches import together
 from tests.methods.synthetic import SHAPES, Sequences, attention
+from tests.quick import mostly_slow
 from tests.tape import Tape
 from tests.tiny import prompt, tiny
 
@@ -128,7 +131,7 @@ def test_what_stays_is_what_a_plain_loop_keeps(name: str, shape: Any, budget: in
 
 def _check_what_is_said(layer: Any, stored: Rows, end: int) -> None:
     """Of a step that read the rows `stored`, after a turn whose prompt ended before position `end`."""
-    assert layer.stored_positions().tolist() == stored
+    assert layer.stored_positions().sort(-1).values.tolist() == stored
     heads = [head for sequence in stored for head in sequence]
     from_prompt = sum(place < end for head in heads for place in head) / len(heads)
     assert layer.attended == pytest.approx((from_prompt, len(heads[0]) - from_prompt))
@@ -249,19 +252,68 @@ def test_sequences_in_slots_get_what_each_gets_alone(name: str) -> None:
         assert [answer.tokens for answer in together(engine, asked, counts)] == alone
 
 
+RANKED = (EvictEvery(9),)
+# between two of these steps, rows go or a block is quantised
+PREPARING: dict[str, tuple[Method, Any, tuple[Ability, ...]]] = {
+    "rkv": (RKV(window=4, buffer=9, kernel=3), 40, ()),
+    "rkv in its buffer": (RKV(), 0.4, ()),
+    "tova": (TOVA(), 40, ()),
+    "tova in its budget": (TOVA(), 110, ()),
+    "triattention": (TriAttention(buffer=9, calibration_tokens=64), 40, ()),
+    "snapkv": (SnapKV(window=4), 40, RANKED),
+    "adakv": (AdaKV(window=4), 40, RANKED),
+    "h2o": (H2O(), 40, RANKED),
+    "generated": (SnapKV(window=4), Budget(40, generated=66), (KeepScored(),)),
+    "kivi": (Kivi(group=8, residual=16), None, ()),
+}
+
+
 @pytest.mark.tokens
-@pytest.mark.parametrize(("method", "budget"), [(RKV(), 0.4), (TOVA(), 110)], ids=["in the buffer", "in the budget"])
-def test_steps_are_captured_and_shared_where_no_row_can_be_dropped(method: Method, budget: float) -> None:
-    with attached(tiny("llama"), method, budget=budget) as kv, use_backend("torch"):
-        wanted = Engine(kv).generate(prompt(83), max_new_tokens=20)
-        engine = Engine(kv, graphs=Tape())
-        made = engine.generate(prompt(83), max_new_tokens=20)
-        assert engine.plain_steps is None
-        assert (made.tokens, made.measured, made.kv) == (wanted.tokens, wanted.measured, wanted.kv)
-        cache = engine.cache(prompt(83), 20)
-        engine.prefill(cache, prompt(83), whole=True)
-        cache.seal()
-        assert [alone_because(layer) for layer in cache.layers] == [None] * 3
+@pytest.mark.parametrize("name", mostly_slow([*PREPARING], "rkv", "tova", "snapkv", "kivi"))
+def test_steps_between_two_that_prepare_are_captured_and_shared(name: str) -> None:
+    """Each sequence prepares at steps of its own. The first answer is checked, in steps that are captured alone."""
+    (method, budget, abilities), new = PREPARING[name], 80 if name == "generated" else 30
+    how: dict[str, Any] = {"abilities": abilities, "calibration": prompt(64, seed=9)}
+    with attached(tiny("llama"), method, budget=budget, **how) as kv, use_backend("torch"):
+        plain, engine = Engine(kv), Engine(kv, graphs=Tape())
+        asked, counts = [prompt(length, seed=length) for length in (33, 83, 61, 30)], (6, new, 14, 23)
+        wanted = [plain.generate(ids, max_new_tokens=n) for ids, n in zip(asked, counts, strict=True)]
+        alone = [engine.generate(ids, max_new_tokens=n) for ids, n in zip(asked, counts, strict=True)]
+        assert (engine.plain_steps, alone[1].capture_s is None) == (None, False)
+        for made in (alone, together(plain, asked, counts), together(engine, asked, counts)):
+            for one, other in zip(made, wanted, strict=True):
+                assert (one.tokens, one.kv) == (other.tokens, other.kv)
+                assert one.measured == pytest.approx(other.measured, nan_ok=True)
+        assert (engine.plain_steps, engine.one_by_one, plain.one_by_one) == (None, None, None)
+
+
+@pytest.mark.parametrize("name", ["rkv", "tova"])
+def test_one_captured_step_serves_between_all_that_prepare(name: str) -> None:
+    pytest.importorskip("kernels.cpu.decode")  # plain torch reads the memory of one sequence
+    with attached(tiny("llama"), PREPARING[name][0], budget=40) as kv:
+        engine, tape = Engine(kv), Tape()
+        engine.generate(prompt(60), max_new_tokens=2)  # the first answer is checked
+        engine.graphs, engine.forward.stores = tape, True  # type: ignore[union-attr]
+        for seed in range(2):
+            engine.generate(prompt(83, seed=seed), max_new_tokens=30)
+    assert tape.captured == 1
+
+
+def test_rows_that_were_written_over_others_are_handed_over_in_order() -> None:
+    """And steps go on as if nothing had been."""
+    logits: list[list[Tensor]] = []
+    with attached(tiny("llama"), TOVA(), budget=40) as kv:
+        for hands_over in (True, False):
+            engine, cache = Engine(kv), kv.cache(capacity=200)
+            engine.prefill(cache, prompt(83), whole=True)
+            cache.seal()
+            steps = [engine.run(token, cache) for token in prompt(22, seed=3).split(1, 1)]
+            if hands_over:
+                places = cache.contents()[0]["positions"]
+                assert torch.equal(places, places.sort(-1).values)
+                assert 83 <= places[0, 0, -1] == 104
+            logits.append([*steps, *(engine.run(token, cache) for token in prompt(9, seed=4).split(1, 1))])
+    assert_close(*logits)
 
 
 def test_of_a_chunk_only_the_last_queries_are_copied() -> None:

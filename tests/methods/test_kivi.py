@@ -88,11 +88,3 @@ def test_a_further_turn_has_the_last_values_exactly() -> None:
     exact = (layer.store.v == s.v[0][:, :, :41]).all(-1).all(1).all(0)
     assert exact.tolist() == [False] * 25 + [True] * 16
     assert layer.recent is None
-
-
-def test_a_step_is_captured_where_no_block_fills_before_the_end() -> None:
-    for length, refused in ((47, False), (48, True)):  # 8 of the prompt wait, and 7 or 8 follow
-        s = Sequences(Shape(4, 2, 32), length)
-        layers = s.start(SMALL, None)
-        s.seal(layers, 0, 40)
-        assert bool(layers[0].capture_refusal()) == refused

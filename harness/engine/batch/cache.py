@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from math import inf
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -232,6 +233,12 @@ class SlotsCache(KVCache):
                 slice(first, first + self._sizes[member]), cache.state.traffic
             )
         return steps
+
+    def steps_alike(self) -> float:
+        """Return how many steps the members can take together before one must prepare for the next
+        (`KVCache.prepare`). Layers that attend alone in plain steps do so by themselves."""
+        layers = [layer for member in self._attending for layer, *_ in member.together]
+        return min((layer.steps_alike() for layer in layers), default=inf)
 
     def count_replayed(self, steps: int) -> None:
         for member, attending in zip(self._members, self._attending, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from math import inf
 from statistics import fmean
 from time import perf_counter
 from typing import Any
@@ -41,6 +42,8 @@ class RunningBatch:
         self._captured: CapturedStep | None = None
         # [B 1], tokens on the device that `_together` feed next, if all picked one
         self._next: Tensor | None = None
+        # steps until a cache of `_together` must prepare for the next one (`KVCache.prepare`)
+        self._alike: float = inf
         # logits of the step that runs already while the host reads a token
         self._ahead: Tensor | None = None
 
@@ -126,16 +129,18 @@ class RunningBatch:
             return
         for slot in running:
             slot.clock.resume()
-        began = perf_counter()
-        if running != self._together:
+        began, prepares = perf_counter(), running == self._together
+        if not prepares or (self._ahead is None and not self._alike):
             self._gather(running)
         logits = self._decoded(self._tokens(running)) if self._ahead is None else self._ahead
         self._ahead = None
         capture_s = self._captured.take_capture_s() if self._captured is not None else None
         for number, slot in enumerate(running):
             if capture_s is not None:
-                slot.captured(capture_s)
+                slot.captured(capture_s, counts=prepares)
             self._note_reads(number, slot)
+        if prepares:
+            capture_s = None  # a part of the step
         picking = [slot for slot in running if not slot.asking]
         picked = self._picked(running, logits)
         self._next = (
@@ -146,6 +151,7 @@ class RunningBatch:
             ahead
             and self._captured is not None
             and self._next is not None
+            and self._alike
             and all(slot.goes_on for slot in running)
         ):
             self._ahead = self._decoded(self._next)
@@ -179,6 +185,7 @@ class RunningBatch:
         except BaseException:
             self._part()  # each cache stays as it was before the step
             raise
+        self._alike -= 1
         for slot, token, own in zip(
             self._together, fed.split(self._rows), logits.split(self._rows), strict=True
         ):
@@ -236,12 +243,19 @@ class RunningBatch:
 
     def _gather(self, running: list[RunningSequence]) -> None:
         """Make the joint cache with which the sequences `running` decode together, and get ready to
-        capture its steps. It is called when other sequences took the step before."""
+        capture its steps. It is called when other sequences took the step before, and when a cache
+        must prepare for the next one, such as by letting rows go."""
         self._part()
         caches = [slot.cache for slot in running]
+        for cache in caches:
+            cache.prepare()
         self._together, self._rows = running, [slot.rows for slot in running]
         self._cache = self.engine.joined(caches)
         self._captured = self.engine.captured(self._cache)
+        if self._captured is not None:
+            self._alike = min(cache.steps_alike() for cache in caches)
+        else:
+            self._alike = self._cache.steps_alike() if isinstance(self._cache, SlotsCache) else inf
 
     def _part(self) -> None:
         if self._captured is not None:

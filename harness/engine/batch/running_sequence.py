@@ -293,10 +293,12 @@ class RunningSequence:
         if len(self.out.token_s) > 2:
             self.out.decode_share_s += step_s / together
 
-    def captured(self, seconds: float) -> None:
+    def captured(self, seconds: float, counts: bool) -> None:
+        """Take note of a capture that took so many `seconds`. `counts`: they count in its time even
+        if it is not the first one, since no other sequences came or went."""
         if self.out.capture_s is None:
             self.out.capture_s = seconds
-        else:  # captured again because other sequences came or went
+        elif not counts:
             self.clock.skip(seconds)
 
     def finish(self) -> None:

@@ -20,7 +20,7 @@ from tests.tiny import prompt
 
 AIMED = {  # for any number of sequences
     "full": 10, "snapkv": 10, "pqcache": 13, "quest": 13, "shadowkv": 16, "h2o": 11,
-    "oracle": 13, "rocketkv": 14, "sparq": 13,
+    "oracle": 13, "rocketkv": 14, "sparq": 13, "tova": 16, "rkv": 16,
 }  # fmt: skip
 
 
