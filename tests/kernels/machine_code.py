@@ -74,7 +74,7 @@ class MachineCode:
 
     @cached_property
     def _code(self) -> tuple[list[str], list[str]]:
-        code, looped = instructions(self._output_of("nvdisasm", "-c").splitlines())
+        code, looped = instructions(self._output_of("nvdisasm", "-ndf", "-c").splitlines())
         return code, looped or code
 
     def _output_of(self, tool: str, *options: str) -> str:

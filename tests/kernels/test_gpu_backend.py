@@ -17,6 +17,7 @@ from kernels import ops
 from kernels.dispatch import REFERENCE, use_backend
 from kernels.reference import Segment
 from tests.kernels.op_cases import cases, converted, device_of, random
+from tests.quick import mostly_slow
 
 WITH_TRITON = [op for op in ops.ALL if "triton" in op.targets]
 ROOT = Path(__file__).parents[2]
@@ -104,10 +105,11 @@ def test_small_reads_of_a_loop_are_found_in_machine_code() -> None:
     assert column_reads(layouts) == 1
 
 
-def test_the_rule_knows_how_many_programs_of_attention_fit() -> None:
+@pytest.mark.parametrize("capabilities", mostly_slow([("90",), ("80", "120")], ("90",)), ids=" ".join)
+def test_the_rule_knows_how_many_programs_of_attention_fit(capabilities: tuple[str, ...]) -> None:
     """Into so many pieces tokens are cut, so that all run at once."""
     pytest.importorskip("triton")
-    for line in python("-m", "tests.kernels.programs_at_once", "80", "90", "120").splitlines():
+    for line in python("-m", "tests.kernels.programs_at_once", *capabilities).splitlines():
         for step in line.split(", ")[1:]:
             name, by_rule, compiled = step.split()
             assert by_rule == compiled, (line, name)

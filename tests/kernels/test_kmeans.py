@@ -74,17 +74,14 @@ def test_equals_plain_lloyd(backend: str, count: int, dim: int, clusters: int) -
         assert torch.equal(codes[i].long(), wanted_codes)
 
 
-@pytest.mark.parametrize(("parts", "clusters"), [(2, 64), (4, 256)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_points_of_16_bits_are_clustered_where_they_lie(
-    backend: str, dtype: torch.dtype, parts: int, clusters: int
-) -> None:
+@pytest.mark.parametrize(("dtype", "clusters"), [(torch.bfloat16, 64), (torch.float16, 70)])
+def test_points_of_16_bits_are_clustered_where_they_lie(backend: str, dtype: torch.dtype, clusters: int) -> None:
     """Keys [B G S D] in a store with room for more, split into sub-vectors: centroids and codes are those of fp32."""
-    keys = torch.cat(
-        [points(4, 380, 128).view(2, 2, 380, 128).to(dtype), torch.full((2, 2, 9, 128), 1e4, dtype=dtype)], 2
-    )
-    x = keys[:, :, 3:380].unflatten(3, (parts, -1)).transpose(2, 3)
-    initial = torch.randperm(377, generator=torch.Generator().manual_seed(5))[:clusters]
+    parts, count = 2, 200  # several pieces, of which the last is not full
+    room = torch.full((2, 2, 9, 128), 1e4, dtype=dtype)
+    keys = torch.cat([points(4, count, 128).view(2, 2, count, 128).to(dtype), room], 2)
+    x = keys[:, :, 3:count].unflatten(3, (parts, -1)).transpose(2, 3)
+    initial = torch.randperm(count - 3, generator=torch.Generator().manual_seed(5))[:clusters]
     centroids, codes = run(backend, x, initial, 2, 0.0, dtype=dtype)
     with use_backend("torch"):
         wanted, wanted_codes = ops.kmeans(x.float(), initial, 2, 0.0)
