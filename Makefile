@@ -43,8 +43,8 @@ test-all: setup  ## the test suite with what is slow by nature
 test-cpus: setup  ## tests of equal tokens under other sets of instructions, as on other CPUs; SETTINGS='A=B C=D' for one, FEW=1
 	$(BIN)/python -m tests.instruction_sets $(if $(FEW),--few) $(if $(SETTINGS),'$(SETTINGS)')
 
-test-official: setup  ## methods against their authors' code on the CPU: CLONES=folder of clones (docs/comparison.md), KVPRESS=python with kvpress
-	KV_HARNESS_CLONES='$(CLONES)' KV_HARNESS_KVPRESS='$(KVPRESS)' $(BIN)/python -m pytest -n 0 -p no:randomly -m '' tests/official
+test-official: setup  ## methods against their authors' code on the CPU: CLONES=folder of clones (docs/comparison.md)
+	KV_HARNESS_CLONES='$(CLONES)' $(BIN)/python -m pytest -n 0 -p no:randomly -m '' tests/official
 
 # The GPU targets take the environment they find: torch, triton, transformers and pytest are enough there; pytest-xdist
 # spreads the tests over the cores, and replaces a process that a test has ended. Each ends in GPU_MINUTES, writes to

@@ -25,6 +25,8 @@ from harness.models.random import Random
 from methods.base import Method
 from methods.full import Full
 from methods.pools import KVStore, PerHeadStore
+from methods.snapkv import SnapKV
+from methods.streaming import Streaming
 from methods.tova import TOVA
 from tests.harness.models.test_unlisted import FINISHED, UNLISTED
 from tests.tiny import HYBRID, fresh, prompt, tiny
@@ -37,23 +39,16 @@ IDS = prompt(LENGTH)
 SNAP = {"name": "SnapKVPress", "window_size": 16}
 EXPECTED = {"name": "ExpectedAttentionPress"}
 CHOOSING = {
-    "snapkv": SNAP,
-    "expected_attention": EXPECTED,
-    "tova": {"name": "TOVAPress"},
-    "streaming": {"name": "StreamingLLMPress"},
-    "keydiff": {"name": "KeyDiffPress"},
-    "knorm": {"name": "KnormPress"},
-    "lagkv": {"name": "LagKVPress", "lag_size": 16},
-    "pyramidkv": {"name": "PyramidKVPress", "window_size": 8},
-    "chunkkv": {"name": "ChunkKVPress", "press": SNAP},
-    "adakv": {"name": "AdaKVPress", "press": EXPECTED},
+    "snapkv": SNAP, "expected_attention": EXPECTED, "tova": {"name": "TOVAPress"},
+    "streaming": {"name": "StreamingLLMPress"}, "keydiff": {"name": "KeyDiffPress"}, "knorm": {"name": "KnormPress"},
+    "lagkv": {"name": "LagKVPress", "lag_size": 16}, "pyramidkv": {"name": "PyramidKVPress", "window_size": 8},
+    "chunkkv": {"name": "ChunkKVPress", "press": SNAP}, "adakv": {"name": "AdaKVPress", "press": EXPECTED},
     "criticalkv": {"name": "CriticalKVPress", "press": SNAP},
-    "critical_adakv": {"name": "CriticalAdaKVPress", "press": SNAP},
-    "cur": {"name": "CURPress"},
+    "critical_adakv": {"name": "CriticalAdaKVPress", "press": SNAP}, "cur": {"name": "CURPress"},
     "non_causal": {"name": "NonCausalAttnPress"},
     "simlayer": {"name": "SimLayerKVPress", "lazy_threshold": 0.3, "n_recent": 40},
     "two": {"name": "ComposedPress", "presses": [SNAP]},
-}
+}  # fmt: skip
 REWRITING = {
     "think_adakv": {
         "name": "ComposedPress",
@@ -138,12 +133,19 @@ def rows_of(keys: Tensor, values: Tensor, masked: Any) -> list[Tensor]:
     return [in_order(rows[seen]) for rows, seen in zip(torch.cat([keys, values], -1)[0], visible[0], strict=True)]
 
 
+OURS: list[tuple[str, Method, int]] = [
+    ("snapkv", SnapKV(window=16, kernel=5, pooling="avg"), 0),
+    ("streaming", Streaming(sinks=4, positions="original"), 0),
+    ("tova", TOVA(), 1),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "method", "next_row"),
-    [*((name, KVPress(press=PRESSES[name]), 0) for name in CHOOSING | REWRITING), ("tova", TOVA(), 1)],
+    [*((name, KVPress(press=PRESSES[name]), 0) for name in CHOOSING | REWRITING), *OURS],
 )
 def test_a_press_keeps_what_it_keeps_behind_the_models_own_attention(name: str, method: Method, next_row: int) -> None:
-    """So does our TOVA at the seal, but for a row less: it has the next token's in its budget."""
+    """So do our methods with a press's parameters; TOVA a row less at the seal, for the next token's in its budget."""
     wanted = theirs(name, ratio_for(LENGTH, round(BUDGET * LENGTH) - next_row))
     with attached(tiny("llama"), method, budget=BUDGET) as kv:
         for ours in (sealed(kv), sealed(kv, chunk=64)):
