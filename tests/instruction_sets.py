@@ -17,22 +17,20 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
 TOKENS = ("-m", "tokens and not slow")
+CPU = ("-m", "not slow", "-k", "tokens or cpu or compiled")  # the kernels in C++ as well
 BF16 = ("-m", "not slow", "-k", "bf16 or bfloat16")  # names, parameters and marks
 FEW = (
-    "tests/test_stored_tokens.py",
-    "tests/methods/test_contract.py",
-    "tests/methods/test_hybrid_models.py",
-    "tests/harness/cachedattention/turns/test_caches.py",
-    "tests/harness/engine/test_generate.py",
+    "tests/test_stored_tokens.py", "tests/methods/test_contract.py", "tests/methods/test_hybrid_models.py",
+    "tests/harness/cachedattention/turns/test_caches.py", "tests/harness/engine/test_generate.py",
     "tests/harness/engine/test_hf.py",
-)
+)  # fmt: skip
 SETTINGS = {  # the variables of a setting, and the tests that run under it
     "": TOKENS,
     "MKL_ENABLE_INSTRUCTIONS=AVX2": TOKENS,
     "MKL_CBWR=COMPATIBLE": TOKENS,
     "ATEN_CPU_CAPABILITY=avx2": TOKENS,
     "ATEN_CPU_CAPABILITY=default": TOKENS,
-    "KV_HARNESS_MARCH=x86-64-v3": TOKENS,
+    "KV_HARNESS_MARCH=x86-64-v3": CPU,
     "ONEDNN_MAX_CPU_ISA=AVX2": BF16,
 }
 
