@@ -18,35 +18,13 @@ def record(name: str = "a", /, **changes: Any) -> Record:
     are those of a line."""
     times = changes.get("token_s", [1.0, 1.5, 1.6, 1.7])
     plain: dict[str, Any] = {
-        "id": name,
-        "group": "g",
-        "prompt_sha256": f"hash of {name}",
-        "prompt_tokens": 100,
-        "context_tokens": None,
-        "output": "word " * len(times),
-        "tokens": list(range(len(times))),
-        "stop": "eos",
-        "score": 1.0,
-        "details": {},
-        "token_s": times,
-        "seal_s": 0.1,
-        "question_s": None,
-        "attended_prompt": 100.0,
-        "attended_total": 102.0,
-        "union_prompt": None,
-        "kv_device_bytes": 1000,
-        "kv_host_bytes": 0,
-        "device_peak_bytes": None,
-        "host_peak_bytes": 5000,
-        "moved_bytes_per_step": 0.0,
-        "sealed": True,
-        "fallback": None,
-        "warnings": [],
-        "fidelity": None,
-        "trace": None,
-        "data": {},
-        "prompt_ids": None,
-    }
+        "id": name, "group": "g", "prompt_sha256": f"hash of {name}", "prompt_tokens": 100, "context_tokens": None,
+        "output": "word " * len(times), "tokens": list(range(len(times))), "stop": "eos", "score": 1.0, "details": {},
+        "token_s": times, "seal_s": 0.1, "question_s": None, "attended_prompt": 100.0, "attended_total": 102.0,
+        "union_prompt": None, "kv_device_bytes": 1000, "kv_host_bytes": 0, "device_peak_bytes": None,
+        "host_peak_bytes": 5000, "moved_bytes_per_step": 0.0, "sealed": True, "fallback": None, "warnings": [],
+        "fidelity": None, "trace": None, "data": {}, "prompt_ids": None,
+    }  # fmt: skip
     return made(Record, plain | changes)
 
 

@@ -23,14 +23,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PRELOAD = [
-    "harness.__main__",
-    "harness.commands.run",
-    "harness.jobs.evaluate",
-    "harness.reports.document",
-    "tests.fast",
-    "tests.forks",
-    "tests.warm",
-]
+    "harness.__main__", "harness.commands.run", "harness.jobs.evaluate", "harness.reports.document", "tests.fast",
+    "tests.forks", "tests.warm",
+]  # fmt: skip
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
 

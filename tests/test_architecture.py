@@ -63,22 +63,12 @@ TRANSFORMERS = {
 }
 HYDRA = {"harness/commands/run.py", "harness/config/compose.py", "harness/sweeps/sweep.py"}
 EVALS_KNOWN_TO_THE_HARNESS = (
-    "evals.base",
-    "evals.data",
-    "evals.haystack",
-    "evals.hub",
-    "evals.multiturn",
-    "evals.stats",
-)
+    "evals.base", "evals.data", "evals.haystack", "evals.hub", "evals.multiturn", "evals.stats",
+)  # fmt: skip
 METHODS_KNOWN_TO_THE_HARNESS = (
-    "methods.abilities",
-    "methods.base",
-    "methods.budget",
-    "methods.full",
-    "methods.layers",
-    "methods.pools",
+    "methods.abilities", "methods.base", "methods.budget", "methods.full", "methods.layers", "methods.pools",
     "methods.tiers",
-)
+)  # fmt: skip
 PACKAGES = ("kernels", "methods", "evals", "harness")
 METHOD_ROOMS = (
     "budget",

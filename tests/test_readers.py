@@ -36,17 +36,9 @@ from tests.test_architecture import ROOT
 
 Place = tuple[str | int, ...]  # of a value in a sample
 WRONG: dict[str, Any] = {
-    "null": None,
-    "a number": 5,
-    "a fraction": 0.5,
-    "nan": float("nan"),
-    "true": True,
-    "a list": ["a text"],
-    "lists": [[]],
-    "an object": {"a": "text"},
-    "a text": "a text",
-    "half a character": "\ud83d",
-}
+    "null": None, "a number": 5, "a fraction": 0.5, "nan": float("nan"), "true": True, "a list": ["a text"],
+    "lists": [[]], "an object": {"a": "text"}, "a text": "a text", "half a character": "\ud83d",
+}  # fmt: skip
 DAMAGED = ("nan", "half a character")  # wrong where such a type belongs, too
 MISSING = object()
 SCBENCH: dict[str, Any] = json.loads((ROOT / "tests" / "evals" / "scbench_prompts.json").read_text(encoding="utf-8"))

@@ -14,17 +14,9 @@ from harness.models.hub import HuggingFace
 from harness.models.random import byte_tokenizer
 
 SHAPE = {
-    "vocab_size": 199,
-    "hidden_size": 128,
-    "intermediate_size": 160,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "vocab_size": 199, "hidden_size": 128, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 WINDOW = 24  # of layers that slide
 SLIDES = ["sliding_attention", "sliding_attention", "full_attention"]
 ARCHITECTURES: dict[str, dict[str, Any]] = {

@@ -66,18 +66,11 @@ def one_large(factor: float) -> Callable[[Tensor], Tensor]:
 
 
 CASES: dict[str, Callable[[Tensor], Tensor]] = {
-    "normal": lambda x: x,
-    "bf16": lambda x: x.bfloat16().float(),
-    "equal": lambda x: torch.full_like(x, -0.3),
+    "normal": lambda x: x, "bf16": lambda x: x.bfloat16().float(), "equal": lambda x: torch.full_like(x, -0.3),
     "a-group-of-zeros": lambda x: x * (torch.arange(x.shape[1]) >= 16),
-    "signed-zeros": lambda x: torch.where(x > 0, x, -0.0),
-    "ties": ties,
-    "spread": spread,
-    "one-of-30": one_large(30),
-    "one-of-3000": one_large(3000),
-    "huge": lambda x: x * 1e38,
-    "tiny": lambda x: x * 1e-33,
-}
+    "signed-zeros": lambda x: torch.where(x > 0, x, -0.0), "ties": ties, "spread": spread, "one-of-30": one_large(30),
+    "one-of-3000": one_large(3000), "huge": lambda x: x * 1e38, "tiny": lambda x: x * 1e-33,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)

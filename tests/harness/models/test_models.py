@@ -77,22 +77,12 @@ def hub_cache(tmp_path: Path, saved: Callable[[str], Path], monkeypatch: pytest.
 
 
 PARAMETERS = {
-    "smollm2": 134_515_008,
-    "llama-3.1-8b": 8_030_261_248,
-    "llama-2-7b-chat": 6_738_415_616,
-    "mistral-7b-v0.2": 7_241_732_096,
-    "qwen2-7b": 7_615_616_512,
-    "llama-3.2-1b": 1_235_814_400,
-    "yi-9b-200k": 8_829_407_232,
-    "phi-3-mini-128k": 3_821_079_552,
-    "gemma-3-1b": 999_885_952,
-    "gpt-oss-20b": 20_914_757_184,
-    "qwen2.5-14b": 14_770_033_664,
-    "qwen3-30b-a3b": 30_532_122_624,
-    "mixtral-8x7b": 46_702_792_704,
-    "smollm3-3b": 3_075_098_624,
-    "gemma-3-4b": 3_880_263_168,
-}
+    "smollm2": 134_515_008, "llama-3.1-8b": 8_030_261_248, "llama-2-7b-chat": 6_738_415_616,
+    "mistral-7b-v0.2": 7_241_732_096, "qwen2-7b": 7_615_616_512, "llama-3.2-1b": 1_235_814_400,
+    "yi-9b-200k": 8_829_407_232, "phi-3-mini-128k": 3_821_079_552, "gemma-3-1b": 999_885_952,
+    "gpt-oss-20b": 20_914_757_184, "qwen2.5-14b": 14_770_033_664, "qwen3-30b-a3b": 30_532_122_624,
+    "mixtral-8x7b": 46_702_792_704, "smollm3-3b": 3_075_098_624, "gemma-3-4b": 3_880_263_168,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", PARAMETERS)

@@ -66,25 +66,12 @@ def test_a_plugin_from_outside_needs_its_folder() -> None:
     assert typed_words(replace(run, config=config, info={})) == words
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        "512",
-        "null",
-        "true",
-        "",
-        "a b",
-        'q"',
-        "back\\",
-        'x\\"y',
-        "[1]",
-        "{a}",
-        "a,b",
-        "1e3",
-        "$x",
-        "${seed}",
-        "\\${oc.env:HOME}\\",
-    ],
-)
+WORDS = (
+    "512", "null", "true", "", "a b", 'q"', "back\\", 'x\\"y', "[1]", "{a}", "a,b", "1e3", "$x", "${seed}",
+    "\\${oc.env:HOME}\\",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("value", WORDS)
 def test_words_are_read_back_as_words(value: str) -> None:
     assert composed([f"task.prefix={spelled(value)}"])["task"]["prefix"] == value
