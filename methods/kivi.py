@@ -189,4 +189,9 @@ class Kivi(PolicyMethod):
         return Cost(exact).reading(exactly) + costs.pool(case, self.codec, room, quantised)
 
     def check_model(self, spec: LayerSpec) -> None:
+        if spec.value_channels != spec.head_dim:
+            raise ValueError(
+                f"{type(self).__name__} writes values as wide as keys, and this model's are not: choose another method, "
+                "such as SnapKV with a codec."
+            )
         self.codec.check_layer(spec)

@@ -63,6 +63,7 @@ MORE = {  # that the suite takes with fewer methods, or by tests of their own
     "Gemma 4 31B": "gemma4_text",
     "Gemma 4 26B-A4B": "gemma4_moe",
     "Gemma 4 E2B and E4B": "gemma4",
+    "MiMo-V2-Flash": "mimo_v2_flash",
     "Granite 4.0 dense": "granite4",
     "Granite 4.0 H": "granitemoehybrid",
     "Qwen3.5": "qwen3_5_text",
@@ -84,7 +85,6 @@ NONE_RUNS = {  # families that every method is refused on -> a kind that transfo
     "MiniMax-M3": "minimax_m3_vl_text",
     "Gemma 2": "gemma2",
     "Llama 4": "llama4_text",
-    "MiMo-V2-Flash": "mimo_v2_flash",
     "Mamba, Mamba 2": "mamba2",
     "BLOOM, MPT": "bloom",
     "OPT": "opt",
@@ -99,14 +99,15 @@ _folders = TemporaryDirectory(prefix="families-")
 
 @cache
 def made(architecture: str) -> PreTrainedModel:
-    """The family's model. gpt-oss gets sinks that take much of the weight, and Hunyuan norms behind the rotation that
-    change it, other than those of a random start."""
+    """The family's model. Layers with sinks get some that take much of the weight, and Hunyuan norms behind the rotation
+    that change it, other than those of a random start."""
     if architecture in WHOLE:
         return whole(architecture)
     plain = deepcopy(tiny(architecture))
-    if architecture == "gpt_oss":
+    if architecture in ("gpt_oss", "mimo_v2_flash"):
         for index, layer in enumerate(plain.model.layers):
-            layer.self_attn.sinks.data = torch.linspace(1, 5, 8).roll(index)
+            if layer.self_attn.sinks is not None:
+                layer.self_attn.sinks.data = torch.linspace(1, 5, 8).roll(index)
     if architecture == "hunyuan_v1_dense":
         for layer in plain.model.layers:
             for norm in (layer.self_attn.query_layernorm, layer.self_attn.key_layernorm):
@@ -211,11 +212,10 @@ def outcome(architecture: str, name: str) -> str:
     except REFUSALS as refusal:
         return str(refusal)
     except ValueError as refusal:
-        if " keys and values: choose " in str(refusal):
-            return str(refusal)
-        if " must know " not in str(refusal):
+        why = str(refusal).partition(" ")[2].partition(": choose ")
+        if not why[1]:
             raise
-        return "must know " + str(refusal).partition(" must know ")[2].partition(", which could not")[0]
+        return why[0].partition(", which could not")[0]
     assert not found, "\n".join(found)
     return RUNS
 

@@ -61,6 +61,11 @@ FURTHER: dict[str, dict[str, Any]] = {  # families that tests/families.py alone 
     "olmo3": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
     "hunyuan_v1_dense": {"head_dim": 16},
     "gemma4_text": GEMMA4 | {"attention_k_eq_v": True, "num_key_value_heads": 4, "num_global_key_value_heads": 2},
+    "mimo_v2_flash": {
+        "head_dim": 24, "v_head_dim": 16, "sliding_window": WINDOW, "num_hidden_layers": 4,
+        "layer_types": 2 * SLIDES[1:], "mlp_layer_types": ["dense"] + 3 * ["sparse"], "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+    },  # layers that slide have twice as many KV heads, and sinks
     "gemma4_e2b": E2B,
     "gemma3n_text": {
         "head_dim": 16, "sliding_window": WINDOW, "num_hidden_layers": 6, "layer_types": 3 * SLIDES[1:],

@@ -106,7 +106,8 @@ class ModelInfo:
     dtype: str  # the checkpoint's own, one of DTYPES
     # how many tokens each layer with keys and values sees, None for all
     layer_windows: tuple[int | None, ...]
-    sink_logits: bool  # whether its softmax has one more term per head (kernels/sink_logits.py)
+    # whether the softmax of all layers has one more term per head (kernels/sink_logits.py)
+    sink_logits: bool
     quantised: Quantised | None = None  # how its weights are quantised
     still_layers: tuple[int, ...] = ()  # layers that do not rotate keys and queries by position
     # the factor by which model.rope lengthens the texts for which it rotates
@@ -297,6 +298,7 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
     packed = source.quantised(config, model)
     # the configs of hybrids number experts that none of their layers has
     routed = any("Experts" in type(module).__name__ for module in model.modules())
+    sinks = [module.sinks for module in model.modules() if hasattr(module, "sinks")]
     saved = str(config.dtype).removeprefix("torch.")
     # transformers' default, and what quantised weights stand for
     usual = "fp32" if packed is None else "bf16"
@@ -316,7 +318,8 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
         num_parameters=int(model.num_parameters()),  # tied ones count once
         dtype=next((name for name, full in DTYPES.items() if full == saved), usual),
         layer_windows=kinds.windows,
-        sink_logits=any(hasattr(module, "sinks") for module in model.modules()),
+        # of MiMo's layers, only those that slide have some
+        sink_logits=bool(sinks) and None not in sinks,
         quantised=packed,
         still_layers=tuple(
             i for i, turns in enumerate(getattr(config, "no_rope_layers", None) or ()) if not turns

@@ -42,6 +42,14 @@ each_family = pytest.mark.parametrize(
 )
 QUICK = ("snapkv", "quest", "kivi", "pqcache")  # one that evicts, selects, quantises, offloads
 MOVES = ("shadowkv", "infllm", "lm_infinite")  # they rotate keys back and forth
+LENDS = ("infllm", "lm_infinite"), "other layers of this model read its keys and values"
+REFUSED = {  # family -> methods, and why they are refused
+    # it norms the keys that it has rotated, so that nobody can rotate them back
+    "hunyuan_v1_dense": ((*MOVES, "streaming", "triattention"), "must know how the model rotates keys by position"),
+    "gemma4": LENDS,
+    "gemma3n_text": LENDS,
+    "mimo_v2_flash": (("kivi",), "writes values as wide as keys"),
+}
 TEXT = "gemma3"
 
 
@@ -64,9 +72,9 @@ def test_full_gives_generates_tokens(family: str, chunk: int | None) -> None:
 @each_family
 @pytest.mark.parametrize("name", slow_if(lambda name: name not in QUICK, METHODS))
 def test_a_method_runs_or_says_why_not(family: str, name: str) -> None:
-    """Hunyuan norms the keys that it has rotated, so that nobody can rotate them back."""
-    if family == "hunyuan_v1_dense" and name in (*MOVES, "streaming", "triattention"):
-        with pytest.raises(ValueError, match="must know how the model rotates keys by position"):
+    refused, why = REFUSED.get(family, ((), ""))
+    if name in refused:
+        with pytest.raises(ValueError, match=why):
             families.faults(family, name)
     else:
         assert not families.faults(family, name)
