@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import sys
 from collections.abc import Generator
 from time import time
 from typing import Any
 
 import pytest
 import torch
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from harness.config.errors import breaks_device
 
@@ -41,9 +41,10 @@ class Bounded:
         self.most_s, self.broken = most_s, False
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self) -> Generator[None, Any, Any]:
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """End this process if the test hangs: the clock needs no Python, which a kernel may hold up."""
-        faulthandler.dump_traceback_later(self.most_s, exit=True, file=sys.__stderr__)
+        said = item.config.stash[fault_handler_stderr_fd_key]  # where no test's output is caught
+        faulthandler.dump_traceback_later(self.most_s, exit=True, file=said)
         try:
             return (yield)
         finally:

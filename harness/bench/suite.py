@@ -23,7 +23,7 @@ from harness.results.files import write_atomically
 from harness.terminal.notices import complain, say, warn
 
 # of the time: the most that a row may take, when the last one begins, and when all ends
-ROW, LAST, END = 0.2, 0.85, 0.95
+ROW, LAST, END = 0.2, 0.83, 0.93
 PROCESSES = 8  # of which each goes on where the one before it broke off
 
 
