@@ -191,7 +191,7 @@ class Kivi(PolicyMethod):
     def check_model(self, spec: LayerSpec) -> None:
         if spec.value_channels != spec.head_dim:
             raise ValueError(
-                f"{type(self).__name__} writes values as wide as keys, and this model's are not: choose another method, "
-                "such as SnapKV with a codec."
+                f"{type(self).__name__} writes values as wide as keys, and this model's are not: choose another "
+                "method, such as SnapKV with a codec."
             )
         self.codec.check_layer(spec)

@@ -99,8 +99,8 @@ _folders = TemporaryDirectory(prefix="families-")
 
 @cache
 def made(architecture: str) -> PreTrainedModel:
-    """The family's model. Layers with sinks get some that take much of the weight, and Hunyuan norms behind the rotation
-    that change it, other than those of a random start."""
+    """The family's model. Layers with sinks get some that take much of the weight, and Hunyuan gets norms behind the
+    rotation that change it, other than those of a random start."""
     if architecture in WHOLE:
         return whole(architecture)
     plain = deepcopy(tiny(architecture))
