@@ -107,12 +107,13 @@ def dequantise(
     )
 
 
-def to_float8(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def to_float8(x: Tensor, of_scale: torch.dtype = torch.float16) -> tuple[Tensor, Tensor, Tensor]:
     """Write each row (the last dimension) as floats of 8 bits with one scale. x [... n] -> codes
-    [... n] in uint8, scale [... 1] in fp16, rounded upwards, and whether numbers of the row cannot
-    be written (`refuse`), [... 1]"""
+    [... n] in uint8, scale [... 1] in fp16, rounded upwards, or in fp32 (`of_scale`), and whether
+    numbers of the row cannot be written (`refuse`), [... 1]"""
     x = x.float()
-    scale = -rounded_down(-x.abs().amax(-1, keepdim=True) / _LARGEST_FLOAT8)
+    scale = x.abs().amax(-1, keepdim=True) / _LARGEST_FLOAT8
+    scale = -rounded_down(-scale) if of_scale is torch.float16 else scale
     width = scale.float().masked_fill(scale == 0, 1)  # all numbers of the row are zero
     return (x / width).to(torch.float8_e4m3fn).view(torch.uint8), scale, ~scale.isfinite()
 

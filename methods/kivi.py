@@ -194,4 +194,4 @@ class Kivi(PolicyMethod):
                 f"{type(self).__name__} writes values as wide as keys, and this model's are not: choose another "
                 "method, such as SnapKV with a codec."
             )
-        self.codec.check_layer(spec)
+        self.codec.for_layer(spec)

@@ -77,6 +77,7 @@ MORE = {  # that the suite takes with fewer methods, or by tests of their own
     "DeepSeek V2": "deepseek_v2",
     "DeepSeek V3, R1; Kimi K2": "deepseek_v3",
     "GLM-4.7-Flash": "glm4_moe_lite",
+    "Mistral 4": "mistral4",
     "MiniCPM3": "minicpm3",
     "Kimi Linear": "kimi_linear",
 }

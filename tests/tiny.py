@@ -147,6 +147,14 @@ WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # of texts and
         {"model_type": "ministral3", "rope_parameters": LENGTHENED | {"original_max_position_embeddings": 32}},
         PIXTRAL,
     ),
+    "mistral4": (
+        "mistral3",
+        {"model_type": "mistral4", "rope_parameters": YARN | {"llama_4_scaling_beta": 0.1}}
+        | MLA
+        | ROUTED
+        | {"qk_nope_head_dim": 8, "kv_lora_rank": 8},
+        PIXTRAL,
+    ),
     "qwen2_5_vl": ("qwen2_5_vl", {"rope_parameters": AXES}, IMAGES),
     "qwen3_vl": ("qwen3_vl", {"rope_parameters": AXES}, IMAGES),
     "qwen3_vl_moe": ("qwen3_vl_moe", {"rope_parameters": AXES, "num_experts": 4} | FEW, IMAGES),

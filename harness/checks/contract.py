@@ -88,6 +88,8 @@ def _why(trial: Trial) -> str:
             stored.append(cache.whole_contents())
     own, exact = (contents[0] for contents in stored)  # what is wrong in layer 0 changes all others
     for name, what in (("k0", "keys"), ("v0", "values")):
+        if name not in exact:  # keys hold them
+            break
         mine, theirs = (state[name][:, :, : trial.length] for state in (own, exact))
         if mine.shape != theirs.shape:
             return ": layer 0 does not store all tokens of the prompt"

@@ -292,8 +292,8 @@ class Settings:
         None,
         "int8, int4, int2: write what a step reads by choice, or an evicting method keeps, in so few bits, wherever it "
         "lies; int4g64: a range per 64 numbers, not 32; int4/int2: keys and values apart; int4+4: 4 channels of keys "
-        "in full; fp8, nvfp4: floats of 8 and 4 bits; int4h: rotated first; tq4, tq3, tq2: TurboQuant, tq4q: with a "
-        "residual bit",
+        "in full; fp8, nvfp4: floats of 8 and 4 bits, fp8_ds_mla: of latents; int4h: rotated first; tq4, tq3, tq2: "
+        "TurboQuant, tq4q: with a residual bit",
         RUN,
         after_prefill=True,
         named="always",

@@ -256,7 +256,7 @@ def _check_method(settings: Settings, method: Method, info: ModelInfo) -> None:
     check_layers("dense_layers", settings.dense_layers, info.num_whole_layers)
     if settings.codec is not None and not KeptCodec.refusal(method):
         try:
-            codecs.codec_of(settings.codec).check_layer(shapes(info)[0])
+            codecs.codec_of(settings.codec).for_layer(shapes(info)[0])
         except ValueError as error:
             raise SettingsError(f"codec={settings.codec}: {error}") from error
     folder = settings.store.folder if settings.history == "store" else None

@@ -318,7 +318,6 @@ def _check_class(config: Mapping[str, Any], name: str) -> None:
     it needs no code of the repository, and is neither an encoder nor one that has an encoder."""
     import transformers
     from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     architecture = (config.get("architectures") or ["no architecture"])[0]
     kind = str(config.get("model_type"))
@@ -336,7 +335,7 @@ def _check_class(config: Mapping[str, Any], name: str) -> None:
             f"{name} is {architecture}, and transformers {version('transformers')} does not know its model_type={kind}"
             ": a newer version may, or choose another model."
         )
-    mapped = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    mapped = text_part.causal_classes().get(kind)
     # InternLM3, for which transformers takes the class of another family
     lent = bool(mapped) and getattr(transformers, str(mapped)).config_class.model_type != kind
     if architecture != mapped and not (lent and architecture.endswith("ForCausalLM")):

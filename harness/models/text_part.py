@@ -37,28 +37,36 @@ OTHER_PARTS = re.compile(
 AXES = ("mrope_section", "mrope_interleaved")  # which channels turn by which axis
 
 
+def causal_classes() -> Mapping[str, str]:
+    """Return the classes that continue a text, by their model_type, and let transformers find those by
+    it that it lists with models of images alone (Mistral 4's)."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if "mistral4" in CONFIG_MAPPING_NAMES:
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("mistral4", "Mistral4ForCausalLM")
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
 def whole_of(config: Mapping[str, Any]) -> str | None:
     """Return the class of the whole if `config`, the contents of a config.json, is of a model with a
     text part; None if it is of a model of texts alone."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
-
     architecture = (config.get("architectures") or ["?"])[0]
     inner = (config.get("text_config") or {}).get("model_type")
-    return architecture if architecture in TEXT_PARTS or inner in CLASSES else None
+    return architecture if architecture in TEXT_PARTS or inner in causal_classes() else None
 
 
 def stated(config: dict[str, Any]) -> dict[str, Any]:
     """Return what a config.json says of the text part, with its class; `config` itself if it is of a
     model of texts alone."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
-
     if (whole := whole_of(config)) is None:
         return config
     own, text = TEXT_PARTS.get(whole, {}), config.get("text_config") or {}
-    kind = text["model_type"] if text.get("model_type") in CLASSES else own["model_type"]
+    classes = causal_classes()
+    kind = text["model_type"] if text.get("model_type") in classes else own["model_type"]
     merged = {**config, **own, **text, "model_type": kind}
     ropes = {key: _on_one_axis(merged.get(key)) for key in ("rope_parameters", "rope_scaling")}
-    return merged | ropes | {"architectures": [CLASSES.get(kind, kind)]}
+    return merged | ropes | {"architectures": [classes.get(kind, kind)]}
 
 
 def running(whole: PreTrainedConfig, config: Mapping[str, Any]) -> PreTrainedConfig:

@@ -25,7 +25,7 @@ class KeptCodec(Ability):
         return ValueError(f"{type(method).__name__} {why}: use it without one.")
 
     def check_model(self, spec: LayerSpec) -> None:
-        self.codec.check_layer(spec)
+        self.codec.for_layer(spec)
 
     def start(self, layer: KVLayer) -> Encoding | None:
         assert isinstance(layer, Layer)

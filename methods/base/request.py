@@ -76,7 +76,7 @@ class LayerSpec:
     @property
     def plain(self) -> Plain:
         """Return the codec that keeps tokens of this layer as they are."""
-        return Plain(self.value_dim, self.values_in_keys)
+        return Plain(self.value_channels, self.values_in_keys)
 
     def sinks_of(self, head: int | None = None) -> Tensor | None:
         """Return the sink logits (a learned logit per query head that takes part in the softmax

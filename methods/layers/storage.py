@@ -285,7 +285,7 @@ class Storage(KVLayer):
             if key.startswith(f"{FAR}.") and key != FIRST
         }
         room = 0 if far else self.request.capacity - seen
-        if len(k) > 1:
+        if k[0].dim() == 2:  # one pair per head, which may be the only one
             self.store = PerHeadStore(self.spec, self.cache, k, v, room)
         else:
             self.store = KVStore.holding(self.spec, self.cache, room, (k[0], v[0]))

@@ -71,7 +71,7 @@ def pool(case: LayerWorkload, codec: Codec, tokens: int, read: int) -> Cost:
     """Return the cost of a pool (tokens outside the store, as `codec` encodes them) of `tokens`
     tokens, of which a step reads `read`."""
     heads = case.spec.num_kv_heads
-    layout = codec.layout(
+    layout = codec.for_layer(case.spec).layout(
         case.spec.head_dim, {2: torch.bfloat16, 4: torch.float32}[case.element_bytes]
     )
     blocks, rest = divmod(tokens, codec.block)

@@ -153,6 +153,8 @@ class KVStore:
         for name in names:
             if name in self.steady:
                 self._hold(name, getattr(self, name).clone())
+        if self.values_from is not None:
+            names = (*names, "v_rows")  # a view of the keys
         self.steady = tuple(name for name in self.steady if name not in names)
 
     def overwrite(self, row: Tensor) -> None:

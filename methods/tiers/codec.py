@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from kernels import ops
 from kernels.coded import Coded, CodedFloats, Codes
 from kernels.levels import CodedLevels, encode_levels
 from kernels.nvfp4 import CHANNELS, CodedFloats4, encode_nvfp4
-from kernels.quantise import refuse, to_float8
+from kernels.quantise import from_float8, refuse, to_float8
 from kernels.reference import Segment
 from kernels.rotated import Rotated, rotate, rotate_back
 
@@ -75,11 +75,12 @@ class Codec(ABC):
     def check(self, head_dim: int) -> None:  # noqa: B027 (most codecs support every head size)
         """Raise `ValueError` if the codec does not support heads of `head_dim` channels."""
 
-    def check_layer(self, spec: Widths) -> None:
-        """Raise `ValueError` if the codec does not suit keys and values of a layer like `spec`."""
+    def for_layer(self, spec: Widths) -> Codec:
+        """Return this codec as it writes keys and values of layers like `spec`. Raise `ValueError` if it
+        does not suit them."""
         if spec.values_in_keys:
             raise ValueError(
-                "It writes keys and values apart, and this model stores both as one latent per token: leave it out."
+                "It writes keys and values apart, and latent attention (MLA) stores both as one row: choose fp8_ds_mla."
             )
         if spec.value_channels != spec.head_dim:
             raise ValueError(
@@ -87,6 +88,7 @@ class Codec(ABC):
                 f"{spec.head_dim}: leave it out."
             )
         self.check(spec.head_dim)
+        return self
 
     @abstractmethod
     def layout(self, head_dim: int, dtype: torch.dtype) -> Layout:
@@ -154,8 +156,8 @@ class Plain(Codec):
     value_dim: int | None = None
     in_keys: bool = False
 
-    def check_layer(self, spec: Widths) -> None:
-        assert self.in_keys == spec.values_in_keys
+    def for_layer(self, spec: Widths) -> Plain:
+        return Plain(spec.value_channels, spec.values_in_keys)
 
     def layout(self, head_dim: int, dtype: torch.dtype) -> Layout:
         values = () if self.in_keys else ((self.value_dim or head_dim, dtype),)
@@ -274,6 +276,47 @@ class FloatCodec(_Checked):
 
     def codes(self, stored: Encoded) -> CodedFloats:
         return CodedFloats(*stored.tokens)
+
+
+@dataclass(frozen=True)
+class LatentCodec(_Checked):
+    """Write rows of latent attention (MLA) as FlashMLA reads them and as vLLM's fp8_ds_mla stores them: a
+    latent in floats of 8 bits (`float8_e4m3fn`), of which each `TILE` channels share a scale in fp32,
+    and the rotated channels in bf16. That is 656 bytes for 512 and 64 channels. `channels`: those of a
+    latent, which the layer says."""
+
+    TILE: ClassVar[int] = 128
+    channels: int = 512
+
+    def for_layer(self, spec: Widths) -> LatentCodec:
+        if not spec.values_in_keys:
+            raise ValueError(
+                "It writes the rows of latent attention (MLA), which this model does not have: choose fp8."
+            )
+        if spec.value_channels % self.TILE:
+            raise ValueError(
+                f"{self.TILE} channels of a latent share a scale, and this model's latents have {spec.value_channels}: "
+                "leave it out."
+            )
+        return LatentCodec(spec.value_channels)
+
+    def layout(self, head_dim: int, dtype: torch.dtype) -> Layout:
+        scales, rotated = self.channels // self.TILE, head_dim - self.channels
+        parts = (self.channels, torch.uint8), (scales, torch.float32), (rotated, torch.bfloat16)
+        return Layout(parts)
+
+    def encode_unchecked(self, k: Tensor, v: Tensor) -> tuple[Encoded, Tensor]:
+        rotated = k[..., : -self.channels].to(torch.bfloat16)
+        tiles = v.float().unflatten(-1, (-1, self.TILE))
+        codes, scales, bad = to_float8(tiles, torch.float32)
+        return Encoded((codes.flatten(-2), scales.squeeze(-1), rotated)), bad
+
+    def decode(self, stored: Encoded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        codes, scales, rotated = stored.tokens
+        tiles = codes.unflatten(-1, (-1, self.TILE))
+        latents = from_float8(tiles, scales.unsqueeze(-1), dtype).flatten(-2)
+        k = torch.cat([rotated.to(dtype), latents], -1)
+        return k, k[..., -self.channels :]
 
 
 @dataclass(frozen=True)

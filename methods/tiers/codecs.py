@@ -48,6 +48,11 @@ CODECS = [
     Spelling(
         pattern="fp8", codec="methods.tiers.codec.FloatCodec", choices="fp8, which takes no group"
     ),
+    Spelling(
+        pattern="fp8_ds_mla",
+        codec="methods.tiers.codec.LatentCodec",
+        choices="fp8_ds_mla for latent attention (MLA)",
+    ),
     Spelling(pattern="nvfp4", codec="methods.tiers.codec.Nvfp4Codec", choices="nvfp4"),
 ]
 

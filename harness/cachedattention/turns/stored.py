@@ -41,7 +41,7 @@ from methods.layers.storage import FIRST
 from methods.tiers.block import FAR, K, SplitRows, Tensors, V, stays_away
 
 CacheContents = Sequence[Mapping[str, Tensor]]  # by layer, as `KVCache.contents` gives them
-NEAR = {K: "k0", V: "v0"}  # of all heads together, in a state
+NEAR = {K: "k0", V: "v0"}  # of all heads together, in a state; keys alone if they hold values
 SEEN = "seen"
 
 
@@ -83,7 +83,7 @@ class StoredForm:
             f"{layer}.{kind}": _in_order(state, kind).cut(start, end)
             for layer, state in enumerate(contents)
             for kind in (K, V)
-            if self._has_rows(state)
+            if self._has_rows(state) and NEAR[kind] in state
         }
 
     def unrotated(
@@ -133,9 +133,10 @@ class StoredForm:
                 for name, x in rest.items()
             }
             if rows:
-                keys, values = (rows[kind].to(device) for kind in (K, V))
+                state |= {NEAR[kind]: x.to(device) for kind, x in rows.items()}
+                keys = state[NEAR[K]]
                 positions = torch.arange(keys.shape[2], device=device)
-                state |= {NEAR[K]: fixed[self._kinds[number]].on(keys, positions), NEAR[V]: values}
+                state[NEAR[K]] = fixed[self._kinds[number]].on(keys, positions)
                 state[SEEN] = torch.tensor(keys.shape[2])
             return state, {}
 

@@ -135,13 +135,18 @@ def _shorter(
     found: dict[str, Tensor] = {}
     for (key, value), source, rows in zip(names, _sources(state), counts, strict=True):
         first = 0 if "k" in state else min(sinks, rows)  # what slides has no first tokens
-        keys, values = (ends(state[name], first, rows - first, -2) for name in (key, value))
+        sides = {
+            name: ends(state[name], first, rows - first, -2)
+            for name in (key, value)
+            if name in state  # keys may hold values
+        }
         if rotation is not None:
-            target = torch.arange(length - rows, length, device=keys.device)
-            keys = rotation.move(keys, ends(source, first, rows - first), target)
-        found |= {key: keys, value: values}
+            target = torch.arange(length - rows, length, device=sides[key].device)
+            sides[key] = rotation.move(sides[key], ends(source, first, rows - first), target)
+        found |= sides
     if "k0" in found and min(counts) < length:
-        heads = found["k0"].shape[:-2] if len(counts) == 1 else state["positions"].shape[:2]
+        # one tensor for all heads, or one for each
+        heads = found["k0"].shape[:-2] or state["positions"].shape[:2]
         found["positions"] = _positions(counts, heads, length, found["k0"].device)
     first = min(sinks, counts[0])
     return found | layer.truncate(state, first, counts[0] - first) | {"seen": torch.tensor(length)}

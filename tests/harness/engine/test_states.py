@@ -29,7 +29,7 @@ from methods.full import Full
 from tests.batches import together
 from tests.harness.cachedattention.turns.test_caches import MB, Talk, plain, stored
 from tests.methods.test_contract import small
-from tests.tiny import STATEFUL, fresh, prompt, saved, tiny
+from tests.tiny import LATENT, STATEFUL, fresh, prompt, saved, tiny
 
 NEW, CHUNK, CAPACITY = 6, 7, 120
 LENGTHS = (31, 22)
@@ -38,8 +38,8 @@ FAMILY = "qwen3_5_text"  # where one family stands for all
 families = pytest.mark.parametrize("family", STATEFUL)
 BORROWS = "gemma4_e2b"  # it has no states: layers borrow keys and values of others
 UNEVEN = "mimo_v2_flash"  # nor has it: heads differ between kinds of layers, and values from keys
-and_others = pytest.mark.parametrize("family", [*STATEFUL, BORROWS, UNEVEN])
-either = pytest.mark.parametrize("family", [FAMILY, BORROWS])
+and_others = pytest.mark.parametrize("family", [*STATEFUL, BORROWS, UNEVEN, *LATENT])
+either = pytest.mark.parametrize("family", [FAMILY, BORROWS, "deepseek_v3"])
 
 
 def prompts() -> list[Tensor]:
@@ -175,7 +175,7 @@ def test_a_turn_goes_on_from_stored_contents(family: str) -> None:
             logits.append(Engine(kv, prefill_chunk=CHUNK).prefill(held, second, whole=True))
             held.seal()
         assert_close(*logits, rtol=1e-3, atol=1e-3)
-        if family in STATEFUL:
+        if stays.states is not None:
             same(moves.states, stays.states)
         _, last = filled(kv, torch.cat([first, prompt(3), second], 1))
     assert_close(logits[0], last, rtol=1e-3, atol=1e-3)

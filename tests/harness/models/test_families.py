@@ -35,7 +35,7 @@ from tests.harness.bench.test_decode import options
 from tests.harness.jobs import test_forecast as forecast
 from tests.quick import slow_if
 from tests.tape import Tape
-from tests.tiny import FURTHER, prompt, tiny
+from tests.tiny import FURTHER, LATENT, prompt, tiny
 
 each_family = pytest.mark.parametrize(
     "family", slow_if(lambda family: family in MORE.values(), (FAMILIES | MORE).values())
@@ -73,6 +73,8 @@ def test_full_gives_generates_tokens(family: str, chunk: int | None) -> None:
 @pytest.mark.parametrize("name", slow_if(lambda name: name not in QUICK, METHODS))
 def test_a_method_runs_or_says_why_not(family: str, name: str) -> None:
     refused, why = REFUSED.get(family, ((), ""))
+    if family in (*LATENT, "mistral4") and (reason := method_of(name).no_latents):
+        refused, why = (name,), re.escape(reason)
     if name in refused:
         with pytest.raises(ValueError, match=why):
             families.faults(family, name)
