@@ -22,7 +22,7 @@ from kernels.per_sequence import PerSequence
 from kernels.quantise import dequantise, from_float8
 from kernels.ragged import Ragged, by_sequence
 from kernels.reference import Segment, gather_rows
-from kernels.rotated import Rotated, rotate, rotate_back
+from kernels.rotated import rotate, rotate_back
 
 
 class Coded(NamedTuple):
@@ -127,6 +127,16 @@ class CodedFloats(NamedTuple):
 
 
 Codes = Coded | CodedFloats | CodedFloats4 | CodedLevels
+
+
+class Rotated(NamedTuple):
+    """Hold codes of tokens whose keys and values were rotated by `kernels.rotated.rotation(dim, seed)`
+    before they were written."""
+
+    tokens: Codes
+    seed: int
+
+
 OF_BLOCKS = ("k_range", "which", "of_tensor")  # tensors that have a row per block of tokens
 DECODED_AT_ONCE = 1 << 13  # tokens that no kernel may read, decoded together for attention
 

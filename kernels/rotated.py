@@ -8,21 +8,9 @@ from __future__ import annotations
 
 from functools import cache
 from math import sqrt
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from kernels.coded import Codes
-
-
-class Rotated(NamedTuple):
-    """Hold codes of tokens whose keys and values were rotated by `rotation(dim, seed)` before they
-    were written."""
-
-    tokens: Codes
-    seed: int
 
 
 @cache

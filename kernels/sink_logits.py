@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from kernels.coded import Codes
+from kernels.coded import Codes, Rotated
 from kernels.reference import Segment
-from kernels.rotated import Rotated
 
 
 def with_sink(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> Tensor:

@@ -15,6 +15,7 @@ from kernels.coded import (
     Coded,
     CodedFloats,
     Codes,
+    Rotated,
     decoded_tokens,
     under_one_softmax,
     with_recent,
@@ -36,7 +37,6 @@ from kernels.levels import CodedLevels, level_table, normal_matrix
 from kernels.nvfp4 import CodedFloats4
 from kernels.ragged import Ragged, counts_of, first_of, table_of
 from kernels.reference import Segment
-from kernels.rotated import Rotated
 
 CODES = FieldGroup(
     "Codes",

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import nvfp4
-from kernels.coded import Coded, Codes, decoded_tokens
+from kernels.coded import Coded, Codes, Rotated, decoded_tokens
 from kernels.gpu import codes as of
 from kernels.gpu.common import (
     DTYPES,
@@ -41,7 +41,7 @@ from kernels.levels import CodedLevels, level_table, normal_matrix
 from kernels.nvfp4 import CodedFloats4
 from kernels.ragged import first_of
 from kernels.reference import Segment
-from kernels.rotated import Rotated, rotation
+from kernels.rotated import rotation
 
 _TILE = 2048  # numbers that a program decodes
 _THREADS = 128  # of a program

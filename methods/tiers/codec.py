@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from kernels.coded import Coded, CodedFloats, Codes
+from kernels.coded import Coded, CodedFloats, Codes, Rotated
 from kernels.levels import CodedLevels, encode_levels
 from kernels.nvfp4 import CHANNELS, CodedFloats4, encode_nvfp4
 from kernels.quantise import from_float8, refuse, to_float8
 from kernels.reference import Segment
-from kernels.rotated import Rotated, rotate, rotate_back
+from kernels.rotated import rotate, rotate_back
 
 
 class Encoded(NamedTuple):

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.coded import Coded, CodedFloats
+from kernels.coded import Coded, CodedFloats, Rotated
 from kernels.levels import CodedLevels, encode_levels
 from kernels.nvfp4 import CodedFloats4, encode_nvfp4
 from kernels.quantise import pack, quantise, to_float8
 from kernels.reference import Segment
-from kernels.rotated import Rotated
 
 
 class Shape(NamedTuple):

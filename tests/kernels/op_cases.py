@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels import reference
-from kernels.coded import Codes
+from kernels.coded import Codes, Rotated
 from kernels.partial import Guess
 from kernels.ragged import Ragged
 from kernels.reference import Segment, pq_held
-from kernels.rotated import Rotated
 from kernels.top_p import KeyCodes, quantised_keys
 from kernels.windowed import windowed_attention
 from tests.kernels import coded_cases
