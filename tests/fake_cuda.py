@@ -263,15 +263,10 @@ class Graph:
 def installed() -> Iterator[None]:
     """In place of torch.cuda's, for what harness/engine/graph.py asks of it."""
     stands_in: dict[str, Any] = {
-        "device": lambda device: nullcontext(),
-        "graph_pool_handle": Pool,
-        "CUDAGraph": Graph,
-        "Stream": lambda priority: object(),
-        "stream": lambda stream: nullcontext(),
-        "current_stream": object,
-        "set_stream": lambda stream: None,
-        "synchronize": lambda: None,
-    }
+        "device": lambda device: nullcontext(), "graph_pool_handle": Pool, "CUDAGraph": Graph,
+        "Stream": lambda priority: object(), "stream": lambda stream: nullcontext(), "current_stream": object,
+        "set_stream": lambda stream: None, "synchronize": lambda: None,
+    }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         for name, fake in stands_in.items():
             patch.setattr(torch.cuda, name, fake)

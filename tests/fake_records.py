@@ -49,16 +49,10 @@ def records(scores: Sequence[float], prefix: str = "e", **changes: Any) -> list[
 def config(method: str = "full", /, **changes: Any) -> dict[str, Any]:
     plain: dict[str, Any] = {
         "method": {"_target_": f"methods.{method}.{method.title()}"},
-        "task": {"_target_": "evals.niah.Niah", "lengths": [1024]},
-        "model": {"name": "tiny", "revision": None},
-        "budget": None if method == "full" else 0.1,
-        "protocol": "prompt",
-        "placement": "device",
-        "dtype": "float32",
-        "device": "cpu",
-        "batch": 1,
-        "seed": 0,
-    }
+        "task": {"_target_": "evals.niah.Niah", "lengths": [1024]}, "model": {"name": "tiny", "revision": None},
+        "budget": None if method == "full" else 0.1, "protocol": "prompt", "placement": "device", "dtype": "float32",
+        "device": "cpu", "batch": 1, "seed": 0,
+    }  # fmt: skip
     return plain | changes
 
 

@@ -42,19 +42,14 @@ def test_fields_are_packed_in_the_order_of_the_struct() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        {"x": torch.zeros(2, 3, 4).half()},
-        {"x": torch.zeros(2, 3, 4, device="meta")},
-        {"x": torch.zeros(2, 4, 3).transpose(1, 2)},
-        {"x": torch.zeros(3, 4)},
-        {"weights_weight": torch.zeros(3, 4).bfloat16()},
-        {"weights_weight": torch.zeros(4, 3).T},
-        {"weights_bias": torch.zeros(4)},
-        {"rows_read": torch.zeros(5, dtype=torch.int32)},
-        {"out": torch.zeros(6)},
+        {"x": torch.zeros(2, 3, 4).half()}, {"x": torch.zeros(2, 3, 4, device="meta")},
+        {"x": torch.zeros(2, 4, 3).transpose(1, 2)}, {"x": torch.zeros(3, 4)},
+        {"weights_weight": torch.zeros(3, 4).bfloat16()}, {"weights_weight": torch.zeros(4, 3).T},
+        {"weights_bias": torch.zeros(4)}, {"rows_read": torch.zeros(5, dtype=torch.int32)}, {"out": torch.zeros(6)},
         {"rows": 0},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_does_not_fit_is_refused_by_name(other: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(other))):
         Example.pack(**fields(**other))

@@ -145,15 +145,10 @@ def test_a_model_without_states_has_none() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "saved and restored",
-        "shared prefill",
-        "likelihood on as off",
-        "questions shared as separate",
-        "batch as alone",
-        "budget kept",
-        "bytes as said",
+        "saved and restored", "shared prefill", "likelihood on as off", "questions shared as separate",
+        "batch as alone", "budget kept", "bytes as said",
     ],
-)
+)  # fmt: skip
 @either
 def test_a_method_keeps_its_contract(family: str, method: Method, name: str) -> None:
     [check] = (check for check in CHECKS if check.name == name)

@@ -42,13 +42,9 @@ def rows(root: Path, **choice: Any) -> list[str]:
 
 def test_all_that_was_run_has_proper_names_full_first_and_budgets_in_order(root: Path) -> None:
     assert rows(root) == [
-        "Full",
-        "SnapKV (kernel=15) 20%",
-        "SnapKV (kernel=7) 10%",
-        "SnapKV (kernel=7) 20%",
-        "StreamingLLM 10%",
+        "Full", "SnapKV (kernel=15) 20%", "SnapKV (kernel=7) 10%", "SnapKV (kernel=7) 20%", "StreamingLLM 10%",
         "StreamingLLM 20%",
-    ]
+    ]  # fmt: skip
 
 
 def test_rows_come_as_chosen_by_preset_label_and_budget(root: Path) -> None:
