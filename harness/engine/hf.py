@@ -340,7 +340,7 @@ def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
             rotary_dim=pairing.width or None,
             unknown=_TRIED[module].unknown if module in _TRIED else (),
             device=next(module.parameters()).device,
-            project_query=(project := projection(module, num_heads(module), pairing)),
+            project_query=(project := projection(module, num_heads(module), pairing, model)),
             finish_query=project.finish,
             window=window,
             sink_logits=None
@@ -448,8 +448,11 @@ class QueryProjection:
     """Compute queries before their rotation, [B T E] -> [B H T D]: projection, bias and query norm
     of an attention module. Their channels are in the order of kernels/rope.py."""
 
-    def __init__(self, module: Any, num_heads: int, pairing: Pairing) -> None:
+    def __init__(
+        self, module: Any, num_heads: int, pairing: Pairing, model: PreTrainedModel | None = None
+    ) -> None:
         self.module, self.num_heads, self.pairing = module, num_heads, pairing
+        self.model = model  # presses of kvpress ask for it
         # LFM2 calls it q_layernorm
         self.norm = getattr(module, "q_norm", None) or getattr(module, "q_layernorm", None)
         weight = getattr(self.norm, "weight", None)
@@ -496,11 +499,13 @@ class LatentProjection:
         return self.pairing.in_halves(self.latent.query(by_head))
 
 
-def projection(module: Any, num_heads: int, pairing: Pairing) -> QueryProjection | LatentProjection:
+def projection(
+    module: Any, num_heads: int, pairing: Pairing, model: PreTrainedModel | None = None
+) -> QueryProjection | LatentProjection:
     """Return what computes the queries of an attention module before their rotation."""
     if is_latent(module):
         return LatentProjection(module, pairing)
-    return QueryProjection(module, num_heads, pairing)
+    return QueryProjection(module, num_heads, pairing, model)
 
 
 def _after_rotation(module: Any) -> Callable[[Tensor, Tensor], Tensor] | None:

@@ -40,10 +40,10 @@ AXES = ("mrope_section", "mrope_interleaved")  # which channels turn by which ax
 def causal_classes() -> Mapping[str, str]:
     """Return the classes that continue a text, by their model_type, and let transformers find those by
     it that it lists with models of images alone (Mistral 4's)."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if "mistral4" in CONFIG_MAPPING_NAMES:
+    if "mistral4" in CONFIG_MAPPING:
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("mistral4", "Mistral4ForCausalLM")
     return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

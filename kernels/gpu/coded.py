@@ -343,7 +343,7 @@ def _attend_codes(
         )
     else:
         channel, is_channel = of.eighths(DIM, 8)
-        queries = (
+        turned = (
             of.queries_of(asked, turn, channel, is_channel, GROUP, DIM).to(dtype),
             of.queries_of(asked, signs, channel, is_channel, GROUP, DIM).to(dtype),
         )
@@ -373,13 +373,13 @@ def _attend_codes(
             key = of.levels(row, key_levels, DIM, BITS)
             if FLOATS4:
                 key = of.scaled(key, of_token, DIM)
-                logits += product(queries[0], tl.trans(key)) * tl.load(of_block)
+                logits += product(turned[0], tl.trans(key)) * tl.load(of_block)
             else:
-                logits += product(queries[0], tl.trans(key)) * tl.trans(load_wide(of_token, every))
+                logits += product(turned[0], tl.trans(key)) * tl.trans(load_wide(of_token, every))
             if signs is not None:
                 sign = of.signs(row + WIDTH, DIM).to(dtype)
                 missed = tl.trans(load_wide(of_token + 2, every))
-                logits += product(queries[1], tl.trans(sign)) * missed
+                logits += product(turned[1], tl.trans(sign)) * missed
         elif BITS == 0:
             key = of.floats(row, of_token, byte, every & (byte < DIM))
             logits += product(queries[0], tl.trans(key.to(dtype)))

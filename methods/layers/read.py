@@ -109,6 +109,7 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         other.rows = None
         if self.weights is not None:
             other.weights = copy(self.weights)
+            assert self.weights.choices_read is not None
             other.weights.choices_read = torch.zeros_like(self.weights.choices_read)
         return other.read(x, self.plan)
 
