@@ -40,6 +40,7 @@ PARTLY: dict[str, dict[str, Any]] = {  # they rotate a part of each head: GLM ne
     "glm4": {"head_dim": 16, "attention_bias": True},
     "phi4": {"model_type": "phi3", "rope_parameters": PART, "partial_rotary_factor": 0.75},
 }
+UNTIED = {"tie_word_embeddings": False}  # else Gemma 4 repeats a token, whatever its attention gives
 GEMMA4: dict[str, Any] = {  # layers that slide have smaller heads
     "head_dim": 16, "global_head_dim": 32, "sliding_window": WINDOW, "num_hidden_layers": 4,
     "layer_types": 2 * SLIDES[1:], "hidden_size_per_layer_input": 0,
@@ -60,19 +61,23 @@ FURTHER: dict[str, dict[str, Any]] = {  # families that tests/families.py alone 
     "minimax_m2": {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmo3": {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
     "hunyuan_v1_dense": {"head_dim": 16},
-    "gemma4_text": GEMMA4 | {"attention_k_eq_v": True, "num_key_value_heads": 4, "num_global_key_value_heads": 2},
+    "gemma4_text": GEMMA4
+    | UNTIED
+    | {"attention_k_eq_v": True, "num_key_value_heads": 4, "num_global_key_value_heads": 2},
     "mimo_v2_flash": {
         "head_dim": 24, "v_head_dim": 16, "sliding_window": WINDOW, "num_hidden_layers": 4,
         "layer_types": 2 * SLIDES[1:], "mlp_layer_types": ["dense"] + 3 * ["sparse"], "n_routed_experts": 4,
         "num_experts_per_tok": 2, "moe_intermediate_size": 48,
     },  # layers that slide have twice as many KV heads, and sinks
-    "gemma4_e2b": E2B,
+    "gemma4_e2b": E2B | UNTIED,
     "gemma3n_text": {
         "head_dim": 16, "sliding_window": WINDOW, "num_hidden_layers": 6, "layer_types": 3 * SLIDES[1:],
         "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 199,
         "laurel_rank": 8, "intermediate_size": 6 * [160], "activation_sparsity_pattern": 6 * [0.0],
+        "tie_word_embeddings": False,
     },  # the last two layers borrow keys and values
     "gemma4_moe": GEMMA4
+    | UNTIED
     | {"model_type": "gemma4_text", "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
     | {"moe_intermediate_size": 48},
     "granite4": {

@@ -76,6 +76,15 @@ def test_who_borrows_chooses_by_queries_of_its_own(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(out, exact(x.q, k, v, scale=layer.spec.scale, enable_gqa=True), atol=1e-4, rtol=1e-4)
 
 
+def test_all_tokens_of_a_prompt_pass_through_layers_that_borrow() -> None:
+    """`generate` lets only the last one pass, to which the ring of a window is enough."""
+    expected = tiny(BORROWS)(prompt(LENGTH)).logits
+    with attached(tiny(BORROWS), Full()) as kv:
+        cache = kv.cache(capacity=LENGTH)
+        pieces = [kv.model(ids, past_key_values=cache).logits for ids in prompt(LENGTH).split(40, 1)]
+    torch.testing.assert_close(torch.cat(pieces, 1), expected, atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("name", ["infllm", "lm_infinite"])
 def test_a_method_with_a_prompt_of_its_own_is_refused_where_layers_borrow(name: str, tmp_path: Path) -> None:
     why = "other layers of this model read its keys and values"
