@@ -34,6 +34,7 @@ class Server:
     says_usage: bool = True
     waits_for: int = 0  # requests on their way, before which none is answered
     dies_after: int | None = None
+    loading: int = 0  # what it is asked of itself before the model is there
     faults: deque[int | str] = field(default_factory=deque)
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
@@ -72,7 +73,10 @@ class Server:
         return [body for _, body in self.asked if body.get("stream")]
 
     def get(self, handler: BaseHTTPRequestHandler) -> None:
-        if handler.path == "/v1/models":
+        if self.loading:
+            self.loading -= 1
+            whole(handler, 503, {"error": {"message": "Loading model"}})
+        elif handler.path == "/v1/models":
             entry = self.entry | {"object": "model", "created": time.time_ns(), "permission": [time.time_ns()]}
             whole(handler, 200, {"object": "list", "data": [entry]})
         elif handler.path == "/metrics" and self.metrics is not None:

@@ -6,7 +6,7 @@ are there under `--enable-metrics`."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import defaultdict
 from dataclasses import dataclass, field
 from threading import Lock
 
@@ -40,7 +40,7 @@ class Metrics:
             if not self.there:
                 return {}
             try:
-                said = parsed(str(self.client.get("/metrics").get("text", "")))
+                said = parsed(str(self.client.whole("/metrics").get("text", "")))
             except (ServerGone, ServerRefused):
                 said = {}
             self.there = bool(said)
@@ -54,13 +54,11 @@ class Metrics:
 def parsed(text: str) -> dict[str, float]:
     """Return the metrics that we know by our names: gauges as the largest of all series, counters as
     their sum."""
-    series: dict[str, list[float]] = {}
+    series = defaultdict[str, list[float]](list)
     for name, value in LINE.findall(text):
-        series.setdefault(name, []).append(float(value))
-
-    def first(names: Mapping[str, tuple[str, ...]]) -> dict[str, list[float]]:
-        found = {key: [series[name] for name in names[key] if name in series] for key in names}
-        return {key: values[0] for key, values in found.items() if values}
-
-    gauges = {key: max(values) for key, values in first(GAUGES).items()}
-    return gauges | {key: sum(values) for key, values in first(COUNTERS).items()}
+        series[name].append(float(value))
+    found = dict[str, float]()
+    for ours, names in (GAUGES | COUNTERS).items():
+        if there := [series[name] for name in names if name in series]:
+            found[ours] = max(there[0]) if ours in GAUGES else sum(there[0])
+    return found

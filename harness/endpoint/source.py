@@ -119,7 +119,7 @@ class Endpoint(RemoteModel):
         if self.engine in LISTS_FILES:
             return {}
         try:
-            known = self.client.get("models").get("data") or []
+            known = self.client.whole("models").get("data") or []
         except (ServerGone, ServerRefused) as error:
             raise ModelError(str(error)) from error
         ids = [str(entry.get("id")) for entry in known]
@@ -132,7 +132,15 @@ class Endpoint(RemoteModel):
         return {}
 
     def asked(self) -> Self:
-        window = self.window or self._entry.get("max_model_len")
+        try:
+            self._files.folder()
+        except ModelError as error:
+            raise ModelError(
+                f"{self._files.name} is no folder or hub id that can be read here: let model.checkpoint name one of "
+                "what is served, whose tokenizer makes the prompts."
+            ) from error
+        of_llama = (self._entry.get("meta") or {}).get("n_ctx")
+        window = self.window or self._entry.get("max_model_len") or of_llama
         return replace(self, window=int(window or self.context_window()))
 
     def said(self) -> dict[str, Any]:

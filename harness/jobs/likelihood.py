@@ -33,6 +33,19 @@ class Unmeasured:
     references: Sequence[Sequence[int]]
 
 
+def references(item: PreparedExample, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """Return the tokens of each right answer to `item`, cut to the number of tokens that the model
+    may answer. The list is empty for an example whose text is fed by force: there the run itself
+    measures the likelihood."""
+    if item.forced:
+        return []
+    prompt = replace(item.prompt, text=item.thought.text) if item.thought else item.prompt
+    return [
+        answer_ids(reference, prompt, tokenizer)[: item.answer_tokens]
+        for reference in dict.fromkeys(filter(None, item.example.references))
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Likelihood:
     """Measures the likelihood of right answers: feeds their tokens, step by step, to caches that hold
@@ -40,19 +53,6 @@ class Likelihood:
 
     engine: Engine
     tokenizer: Tokenizer
-
-    def references(self, item: PreparedExample) -> list[tuple[int, ...]]:
-        """Return the tokens of each right answer to `item`, cut to the number of tokens that the
-        model may answer. The list is empty for an example whose text is fed by force: there the run
-        itself measures the likelihood."""
-        if item.forced:
-            return []
-        references = dict.fromkeys(filter(None, item.example.references))
-        prompt = replace(item.prompt, text=item.thought.text) if item.thought else item.prompt
-        return [
-            answer_ids(reference, prompt, self.tokenizer)[: item.answer_tokens]
-            for reference in references
-        ]
 
     @torch.inference_mode()
     def measure(self, asked: Sequence[Unmeasured]) -> list[list[float | None]]:
@@ -66,9 +66,9 @@ class Likelihood:
         engine = copy(self.engine)
         engine.graphs = None  # a capture would take longer than most answers
         costs = [list[float | None]() for _ in asked]
-        for references in zip_longest(*(one.references for one in asked)):
+        for answers in zip_longest(*(one.references for one in asked)):
             batch, fed = RunningBatch(engine), list[RunningSequence | None]()
-            for one, reference in zip(asked, references, strict=True):
+            for one, reference in zip(asked, answers, strict=True):
                 fed.append(None if reference is None else _joined(batch, one, reference))
             while batch.sequences:
                 batch.run()

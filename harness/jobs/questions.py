@@ -23,7 +23,7 @@ from harness.engine.saved_state import Snapshot
 from harness.jobs.examples import PreparedExample
 from harness.jobs.facts import PEAKS
 from harness.jobs.histories import Histories
-from harness.jobs.likelihood import Likelihood, Unmeasured
+from harness.jobs.likelihood import Likelihood, Unmeasured, references
 from harness.jobs.prefill import Prefilled, Usage, larger
 from harness.models.devices import wait_for
 from harness.results.records import RecordError, StoreError
@@ -262,13 +262,14 @@ class ContextSession:
         (`measured`) or the task dictates the reply (`ended`). Return `slot`, the turn's sequence. The
         time of both is left out of the turn's measured times. An answer of one token ends before the
         seal, so neither is done for it."""
-        references = self.likelihood.references(turn) if self.likelihood and not slot.ended else []
+        measured = self.likelihood if not slot.ended else None
+        right = references(turn, measured.tokenizer) if measured else []
         replaced = bool(self._turns) and self._turns[0].prompt.replaces_answer and not slot.ended
-        if replaced or references:
+        if replaced or right:
             snapshot = Snapshot(slot.cache)
-            if references:
+            if right:
                 before = (*self.talk.unread, *(turn.thought.empty if turn.thought else ()))
-                self.unmeasured = Unmeasured(slot, snapshot, before, references)
+                self.unmeasured = Unmeasured(slot, snapshot, before, right)
             self._unanswered = snapshot if replaced else None
             wait_for(self.engine.model.device)
         return slot

@@ -23,8 +23,8 @@ def resolve_remote(wanted: Settings, method: Method) -> Resolved:
     remedy = "leave it out, and let model.notes say what the server does"
     if method != Full():
         raise SettingsError(
-            f"{type(method).__name__} cannot run behind an endpoint, whose server decides what its cache keeps: leave "
-            "method out, and let model.notes say what the server does."
+            f"{type(method).__name__} cannot run behind an endpoint, whose server decides what its cache keeps: "
+            f"{remedy}."
         )
     usual = Settings()
     for key in ENTRIES:

@@ -40,7 +40,7 @@ class RemoteModel(ModelSource):
     @abstractmethod
     def runner(self, task: Any, settings: Any) -> Any:
         """Return what answers prepared examples, with the methods of `Runner` (harness/jobs/runner.py)
-        that a run by itself calls: `warm_up`, `answers`, `record`, `notes`, `close`."""
+        that a run by itself calls: `warm_up`, `answers`, `record`, `notes`."""
 
     def build(self, dtype: torch.dtype, device: str) -> NoReturn:
         raise ModelError(
