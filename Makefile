@@ -81,7 +81,7 @@ demo: setup  ## Full, PQCache and StreamingLLM on needles with the embedded mode
 bench-generate: setup  ## Full against model.generate: TTFT and TPOT, interleaved
 	$(BIN)/python -m harness.bench generate --tokens 4096 8000 --rounds 3
 
-test-engines: setup  ## answers of a real server (transformers serve) against ours: minutes, and an environment of its own in .engines
+test-engines: setup  ## real servers (transformers serve, llama.cpp) beside ours, killed, and four in flight; 6 minutes of one core, and .engines
 	$(BIN)/python -m tests.engines
 
 families: setup  ## every method on a small random model of every family, and the table of them in docs/comparison.md: minutes

@@ -10,6 +10,8 @@ A table stands between a marker and `<!-- end -->`; everything else on a page is
   results/paper/beside.csv.
 - `<!-- families of NAME -->` shows which methods are refused on which families of models, and why, from
   results/published/NAME.csv, which `make families` writes.
+- `<!-- engines of NAME -->` shows served models beside Full, from results/published/NAME.csv, which `make test-engines`
+  writes.
 - `<!-- decode of NAME... -->`, with `: METHOD...` or without, shows results of `bench decode`, `layer` or `generate`
   from results/published/bench/NAME.json. A row is marked if the code that it timed has changed since.
 """
@@ -38,7 +40,7 @@ BENCHES = ROOT / "results" / "published" / "bench"
 PUBLISHED = ROOT / "results" / "published" / "tables"
 PAPERS = ROOT / "results" / "paper"
 PICTURE = ROOT / "docs" / "img" / "headline.png"
-KINDS = "rows|headline|beside|families|decode"
+KINDS = "rows|headline|beside|families|engines|decode"
 MARKED = re.compile(
     rf"(<!-- ({KINDS}) of ([\w/ ]+)(?:: ([\w ]+))? -->\n).*?(<!-- end -->)", re.DOTALL
 )
@@ -79,6 +81,13 @@ BENCHED = {  # of the row of a benchmark: heading, factor
     "tpot_s.ours": ("TPOT at {} (ms)", 1e3),
     "tpot_s.ratio": ("of generate's TPOT at {}", 1),
 }
+SERVED = {
+    "full.diff": ("vs Full", 100, "+.0f"),
+    "full.ci95.low": ("95 % from", 100, "+.0f"),
+    "full.ci95.high": ("to", 100, "+.0f"),
+    "ttft_s.p50": ("TTFT (s)", 1, ".1f"),
+    "tpot_s.p50": ("TPOT (ms)", 1e3, ".0f"),
+}
 LIKELIHOODS = {
     "score.averages.perplexity": ("perplexity", 1, ".2f"),
     "likelihood.full.diff": ("NLL vs full (nats)", 1, "+.3f"),
@@ -94,7 +103,7 @@ def filled(page: str) -> str:
     def table(marker: re.Match[str]) -> str:
         head, kind, names, methods, end = marker.groups()
         chosen = (methods or "").split()
-        whole = {"headline": headline, "beside": beside, "families": families}
+        whole = {"headline": headline, "beside": beside, "families": families, "engines": engines}
         if kind in whole:
             text = whole[kind](names)
         else:
@@ -203,6 +212,15 @@ def families(name: str) -> str:
         alike.setdefault(said or "none", []).append(str(family))
     rows = [("; ".join(named), said) for said, named in alike.items()]
     return _markdown(pd.DataFrame(rows, columns=["families", "refused methods"]), 2)
+
+
+def engines(name: str) -> str:
+    """Return a Markdown table from the CSV file of this name: Full of our engine and of servers, task
+    by task."""
+    rows = pd.read_csv(PUBLISHED.parent / f"{name}.csv")
+    words = {"task": rows["task"], "engine": rows["label"]}
+    words["score (95 % CI)"] = rows.apply(_score, axis="columns")
+    return _markdown(pd.DataFrame(words | _cells(rows, SERVED)), 2)
 
 
 def decode(names: Sequence[str], methods: Sequence[str] = ()) -> str:
