@@ -45,7 +45,7 @@ from methods.base import (
 from methods.layers import Evict, Layer, PolicyMethod
 from methods.parts import costs
 
-QUERIES = 64  # whose weights are computed at a time
+QUERIES, ON_GPU = 64, 512  # whose weights are computed at a time
 
 
 class ZipKeep(Evict, capturable=True, of_each={}):
@@ -69,8 +69,9 @@ class ZipKeep(Evict, capturable=True, of_each={}):
         near = torch.cat([keys[:, :, :first], keys[:, :, piece.first : piece.end], x.k], 2).float()
         scores = self.scores[:, :, piece.first : piece.end]
         columns = slice(first, first + scores.shape[2])
-        for start in range(0, x.q.shape[2], QUERIES):
-            q = x.q[:, :, start : start + QUERIES]
+        at_once = ON_GPU if x.q.is_cuda else QUERIES
+        for start in range(0, x.q.shape[2], at_once):
+            q = x.q[:, :, start : start + at_once]
             seen = near.shape[2] - x.k.shape[2] + start
             torch.maximum(
                 scores, self._largest(q, near[:, :, : seen + q.shape[2]], columns), out=scores
