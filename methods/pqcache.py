@@ -51,10 +51,11 @@ class PQRead(Select, capturable=True, of_each={"centroids": 3, "codes": 2, "held
 
     def index(self, keys: Tensor) -> None:
         rounds = self.method.rounds(keys.shape[2], self.request.prepared)
-        if not self.cache.ahead:
+        # a GPU clusters them in less time than a copy takes
+        if not self.cache.ahead or queues(keys.device):
             self._take(*self.method.coded(keys, rounds))
             return
-        copied = keys.to("cpu", non_blocking=True, copy=True)  # the keys themselves leave the store
+        copied = keys.clone()  # the keys themselves leave the store
         # as in the paper, a CPU clusters them, and the device has all its time for later layers
         self.clustered = self.cache.work(partial(self.method.coded, copied, rounds))
 
