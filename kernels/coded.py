@@ -152,11 +152,9 @@ def coded_attention(
     """Attend from one token per sequence to all tokens of `segments`, some of which are codes,
     under one softmax, and return its log-sum-exp too. Rotated codes are read by a rotated query. q
     [B H 1 D] -> [B H 1 D], [B H] (fp32)"""
-    pieces = [
-        piece
-        for segment in segments
-        for piece in (_pieces(segment) if isinstance(segment, Codes) else [segment])
-    ]
+    pieces: list[Segment | Codes | Rotated] = []
+    for segment in segments:
+        pieces += _pieces(segment) if isinstance(segment, Codes) else [segment]
     return under_one_softmax(q, pieces, scale, _attended)
 
 

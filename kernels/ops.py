@@ -51,7 +51,12 @@ put_rows = Op(
 row_scores = Op(
     "row_scores", triton="kernels.gpu.scores", cpu="kernels.cpu.scores", torch="kernels.reference"
 )
-row_scores_with_lse = Op("row_scores_with_lse", cpu="kernels.cpu.scores", torch="kernels.reference")
+row_scores_with_lse = Op(
+    "row_scores_with_lse",
+    triton="kernels.gpu.scores",
+    cpu="kernels.cpu.scores",
+    torch="kernels.reference",
+)
 pick_overwritten = Op(
     "pick_overwritten", triton="kernels.gpu.overwritten", torch="kernels.overwritten"
 )
@@ -88,8 +93,13 @@ group_margins = Op(
     cpu="kernels.cpu.choose",
     torch="kernels.reference",
 )
-estimated_logits = Op("estimated_logits", cpu="kernels.cpu.top_p", torch="kernels.top_p")
-carrying = Op("carrying", cpu="kernels.cpu.top_p", torch="kernels.top_p")
+TOP_P = {"triton": "kernels.gpu.top_p", "cpu": "kernels.cpu.top_p", "torch": "kernels.top_p"}
+estimated_logits = Op("estimated_logits", **TOP_P)
+carrying = Op("carrying", **TOP_P)
+log_sum_exps = Op("log_sum_exps", triton="kernels.gpu.top_p", torch="kernels.top_p")
+count_read = Op("count_read", triton="kernels.gpu.top_p", torch="kernels.top_p")
+uniform_draws = Op("uniform_draws", triton="kernels.gpu.sampled", torch="kernels.sampled")
+sampled_weights = Op("sampled_weights", triton="kernels.gpu.sampled", torch="kernels.sampled")
 top_k = Op("top_k", triton="kernels.gpu.top_k", cpu="kernels.cpu.choose", torch="kernels.reference")
 first_places = Op("first_places", cpu="kernels.cpu.choose", torch="kernels.reference")
 kmeans = Op("kmeans", triton="kernels.gpu.kmeans", cpu="kernels.cpu.kmeans", torch="kernels.kmeans")

@@ -38,15 +38,13 @@ from torch import Tensor
 
 from kernels import ops
 from kernels.reference import Segment
+from kernels.sampled import MIX, Sample, signed
 from methods.abilities.kept_codec import KeptCodec
 from methods.base import Cost, LayerSpec, LayerWorkload, Plan
 from methods.layers import Select
 from methods.layers.layer import PolicyMethod
-from methods.layers.weights import ChoiceWeights, always_lse
+from methods.layers.weights import ChoiceWeights, always_lses
 from methods.parts import costs
-
-_STEP, _MIX = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # SplitMix64
-_HEADS = 1 << 32  # draws of a head in a step, more than any sample has
 
 
 class VAttentionRead(Select, capturable=True):
@@ -69,61 +67,29 @@ class VAttentionRead(Select, capturable=True):
         among, heavy = keys.shape[2], self.method.top_of(top)
         grouped = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
         logits, lses = ops.row_scores_with_lse(grouped, keys, self.spec.scale)
-        always = always_lse(self.always_read(), grouped, self.spec)
-        lse = torch.logaddexp(always, lses.logsumexp(-1)).unsqueeze(3)  # of the whole softmax
+        always = always_lses(self.always_read(), grouped, self.spec).logsumexp(-1)
+        lse = torch.logaddexp(always, lses.logsumexp(-1))  # of the whole softmax
         # one head alone, whose logits have the order of its weights
         if self.method.by_query_head(self.spec):
             logits, always, lse = (x.flatten(1, 2).unsqueeze(2) for x in (logits, always, lse))
             best = ops.top_k(logits.squeeze(2), heavy)
         else:
-            best = ops.top_k(torch.add(-lse, logits, alpha=self.spec.scale).exp_().sum(2), heavy)
-        drawn = self._draws(top - heavy, among)
-        drawn = drawn.repeat_interleave(best.shape[1] // len(drawn), 0).expand(len(q), -1, -1)
-        rows = torch.cat([best, drawn], -1)
-        logits = logits.gather(3, rows.unsqueeze(2).expand(*logits.shape[:3], -1))
-        weights = (logits * self.spec.scale - lse).exp()  # [B h g K]
-        first = ops.first_places(rows)[..., heavy:] - heavy
-        exact = first < 0  # a top token was drawn
-        known = (always.unsqueeze(3) - lse).exp().squeeze(3) + weights[..., :heavy].sum(-1)
-        terms = weights[..., heavy:].masked_fill(exact.unsqueeze(2), 0)
-        wanted = self.method.sample_size(terms, known, among).amax(2, keepdim=True)
-        size = wanted.clamp(max=top - heavy)
-        self.cache.traffic.samples += wanted.numel()
-        self.cache.traffic.tally("capped", (wanted > size).sum())
-        place = torch.arange(top - heavy, device=q.device)
-        counts = (place < size) & ~exact
-        times = torch.zeros(drawn.shape, device=q.device)
-        times.scatter_add_(2, first.clamp(min=0), counts.float())
-        added = (
-            (times * (among / size)).log().masked_fill(~counts | (first != place), float("-inf"))
-        )
-        assert self.weights is not None
-        self.weights.log_weights = torch.cat([added.new_zeros(best.shape), added], -1)
-        return rows
-
-    def _draws(self, count: int, among: int) -> Tensor:
-        """Draw `count` numbers below `among` for each KV head, uniform with replacement, [G count].
-        The position of the current token, which captured steps have on the device, decides."""
+            weights = torch.add(-lse.unsqueeze(3), logits, alpha=self.spec.scale).exp_().sum(2)
+            best = ops.top_k(weights, heavy)
+        # the position of the current token, which captured steps have on the device, decides
         position = self.cache.counters.tensor(self.layer.seen, self.request.device)
-        key = _signed(self.method.seed * _MIX[0] + self.spec.index * _MIX[1])
-        stream = _mixed(_mixed(torch.full_like(position, key)) + position * _signed(_STEP))
-        heads = torch.arange(self.spec.num_kv_heads, device=position.device).unsqueeze(1) * _HEADS
-        place = heads + torch.arange(1, count + 1, device=position.device)
-        bits = _mixed(stream + place * _signed(_STEP)) >> 32 & 0x7FFFFFFF
-        return bits * among >> 31
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """Return the numbers that the mixing function of SplitMix64 makes of x (int64, read as 64
-    bits)."""
-    for shift, factor in zip((30, 27), _MIX, strict=True):
-        x = (x ^ x >> shift & (1 << 64 - shift) - 1) * _signed(factor)
-    return x ^ x >> 31 & (1 << 33) - 1
-
-
-def _signed(bits: int) -> int:
-    """Return the int64 with the last 64 of these bits."""
-    return (bits + (1 << 63)) % (1 << 64) - (1 << 63)
+        key = signed(self.method.seed * MIX[0] + self.spec.index * MIX[1])
+        groups = self.spec.num_kv_heads
+        drawn = ops.uniform_draws(position, key, groups, top - heavy, among)
+        drawn = drawn.repeat_interleave(best.shape[1] // groups, 0).expand(len(q), -1, -1)
+        rows = torch.cat([best, drawn], -1)
+        sample = self.method.sample(among, self.spec.scale)
+        added, wanted = ops.sampled_weights(logits, lse, always, rows, heavy, sample)
+        self.cache.traffic.samples += wanted.numel()
+        self.cache.traffic.tally("capped", (wanted > top - heavy).sum())
+        assert self.weights is not None
+        self.weights.log_weights = added
+        return rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,15 +152,12 @@ class VAttention(PolicyMethod):
         """Return how many of the chosen tokens of a step are top tokens; the others may be drawn."""
         return int(chosen * self.top_ratio)
 
-    def sample_size(self, terms: Tensor, known: Tensor, among: int) -> Tensor:
-        """Return how many draws are needed: with so many, `among` times the mean of their terms,
-        added to `known` [...], has a relative error above `epsilon` with probability `delta`. The
-        first of the drawn `terms` [... S], the base sample, estimate this. The result is at least
-        the size of the base sample, and may be larger than S."""
+    def sample(self, among: int, scale: float) -> Sample:
+        """Return how tokens are drawn from `among`: with as many draws as it says, `among` times the
+        mean of their terms, added to what is known, has a relative error above `epsilon` with
+        probability `delta`."""
         least = max(2, int(among * self.base_ratio))
-        base = terms[..., :least]
-        error = self.epsilon * (known + among * base.mean(-1))
-        return (self.quantile * among * base.std(-1) / error).square().ceil().clamp(min=least)
+        return Sample(among, least, self.epsilon, self.quantile, scale)
 
     def cost(self, case: LayerWorkload) -> Cost:
         """Return the bytes that a layer's cache takes, moves and reads with the largest sample.

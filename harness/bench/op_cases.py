@@ -310,7 +310,10 @@ def _scores(x: Inputs) -> Iterator[OpCase]:
         rows=x.rows(x.shape.heads, x.tokens, x.budget),
     )
     logits = x.random(1, x.shape.heads, 1, x.budget, dtype=torch.float32)
-    yield _case("carrying", f"mass, {x.budget}", logits=logits, always=logits.amax(-1), mass=0.9)
+    tops = logits.amax(-1, keepdim=True)
+    yield _case(
+        "carrying", f"mass, {x.budget}", logits=logits, tops=tops, always=tops, mass=0.9, scale=1.0
+    )
     rows = x.rows(x.shape.heads, x.tokens, x.budget)
     yield _case("first_places", f"vAttention, {x.budget} of {x.tokens}", rows=rows)
     for size in (1, CHUNK, PAGE):

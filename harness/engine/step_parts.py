@@ -9,6 +9,7 @@ PHASES = {
         "group_weights", "group_margins", "top_k", "column_sums", "kmeans", "windowed_sums", "page_scores",
         "token_rows", "pick_channels", "live_scores", "partial_products", "add_received", "pick_overwritten",
         "last_alike", "estimated_logits", "carrying", "row_scores_with_lse", "first_places",
+        "log_sum_exps", "count_read", "uniform_draws", "sampled_weights",
     ),
     "fetch": ("gather_rows", "gather_tiers", "put_rows", "rebuild_keys", "rotate", "rotate_to", "decode_rows"),
     "attend": (

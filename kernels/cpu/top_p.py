@@ -19,8 +19,8 @@ from kernels.cpu.ffi.bindings import (
 )
 from kernels.cpu.ffi.library import load
 from kernels.cpu.widths import MOST_LINES, WIDTHS, width_of
-from kernels.ragged import first_of, table_of
-from kernels.top_p import KeyCodes
+from kernels.ragged import Ragged, first_of, table_of
+from kernels.top_p import KeyCodes, existing, log_weights, without
 
 
 class EstimatedLogits(Struct):
@@ -52,22 +52,23 @@ _library = load(
 )
 
 
-def estimated_logits(q: Tensor, keys: KeyCodes, rows: Tensor) -> Tensor:
+def estimated_logits(q: Tensor, keys: KeyCodes, rows: Tensor | Ragged) -> tuple[Tensor, Tensor]:
     """Multiply queries q [B G g D] with the quantised keys of chosen tokens, rows [B G|H K], as
-    kernels/top_p.py defines it. -> [B G g K] or [B H 1 K]"""
-    (batch, groups, heads, dim), (_, lists, count) = q.shape, rows.shape
+    kernels/top_p.py defines it. -> [B G g K] or [B H 1 K], and the same again"""
+    chosen, missing = existing(rows)
+    (batch, groups, heads, dim), (_, lists, count) = q.shape, chosen.shape
     out = q.new_empty((batch, lists, groups * heads // lists, count), dtype=torch.float32)
     width = width_of(dim, q.dtype)
     if count:
         _library.estimated_logits(
             q=pad(q, (0, width - dim)).contiguous(), codes=first_of(keys.codes), ranges=first_of(keys.ranges),
-            codes_table=table_of(keys.codes), ranges_table=table_of(keys.ranges), rows=rows.long().contiguous(),
+            codes_table=table_of(keys.codes), ranges_table=table_of(keys.ranges), rows=chosen.long().contiguous(),
             out=out, batch=batch, groups=groups, heads=heads, lists=lists // groups, count=count, dim=dim, width=width,
         )  # fmt: skip
-    return out
+    return (without(out, missing),) * 2
 
 
-def estimated_logits_refuses(q: Tensor, keys: KeyCodes, rows: Tensor) -> str | None:
+def estimated_logits_refuses(q: Tensor, keys: KeyCodes, rows: Tensor | Ragged) -> str | None:
     if q.dtype not in WIDTHS or q.is_cuda:
         return f"takes float32 and bfloat16 on the CPU, got {q.dtype} on {q.device}"
     if q.shape[3] % 16 or q.shape[3] > MOST_LINES * WIDTHS[q.dtype]:
@@ -75,22 +76,24 @@ def estimated_logits_refuses(q: Tensor, keys: KeyCodes, rows: Tensor) -> str | N
     return None
 
 
-def carrying(logits: Tensor, always: Tensor, mass: float) -> Tensor:
-    """Return which candidates carry a share `mass` of the weights, [B C K], as kernels/top_p.py defines
-    it. logits [B C h K], always [B C h]"""
+def carrying(logits: Tensor, tops: Tensor, always: Tensor, mass: float, scale: float) -> Tensor:
+    """Return log-weights of the candidates, [B C K], 0 for those that carry a share `mass` of the
+    weights, as kernels/top_p.py defines it. logits [B C h K], always [B C h P]"""
     batch, lists, heads, count = logits.shape
     if mass == 1:
-        return (logits > float("-inf")).any(2)
+        return log_weights((logits > float("-inf")).any(2))
     read = logits.new_empty((batch, lists, count), dtype=torch.bool)
     if count:
         _library.carrying(
-            logits=logits.contiguous(), always=always.contiguous(), read=read, lists=batch * lists, heads=heads,
-            count=count, mass=mass,
+            logits=(logits * scale).contiguous(), always=always.logsumexp(-1).contiguous(), read=read,
+            lists=batch * lists, heads=heads, count=count, mass=mass,
         )  # fmt: skip
-    return read
+    return log_weights(read)
 
 
-def carrying_refuses(logits: Tensor, always: Tensor, mass: float) -> str | None:
+def carrying_refuses(
+    logits: Tensor, tops: Tensor, always: Tensor, mass: float, scale: float
+) -> str | None:
     if logits.dtype == always.dtype == torch.float32 and not logits.is_cuda:
         return None
     return f"takes float32 on the CPU, got {logits.dtype} on {logits.device}"

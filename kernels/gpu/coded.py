@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from math import gcd, pi, sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -60,7 +60,7 @@ class _Given(NamedTuple):
     which: Rows | None
     levels: Tensor | None
     key_levels: Tensor | None
-    channels: int  # that are kept, of a key; a `tl.constexpr`
+    channels: Any  # how many of a key are kept
 
 
 def coded_attention(
@@ -229,19 +229,20 @@ def _given(coded: Codes, dtype: torch.dtype) -> _Given:
     if of_token.table is None:  # few numbers, whose step is seldom a multiple of 16
         step = of_token.x.element_size() * of_token.row
         of_token = of_token._replace(aligned=tl.constexpr(gcd(16, step)))
-    kept = which = levels = key_levels = None
-    channels = 0
+    given = _Given(k, v, of_block, of_token, None, None, None, None, tl.constexpr(0))
+    device = first_of(coded.k).device
     exact = dtype if dtype == torch.float32 else torch.float16
     if isinstance(coded, CodedLevels):
-        levels, key_levels = (
-            level_table(coded.dim, bits, first_of(coded.k).device, exact)
-            for bits in (coded.bits, coded.kind[1])
-        )
-    elif isinstance(coded, CodedFloats4):
-        levels = key_levels = nvfp4.level_table(first_of(coded.k).device, exact)
-    elif isinstance(coded, Coded) and coded.kept is not None and coded.which is not None:
+        bits = coded.bits, coded.kind[1]
+        tables = [level_table(coded.dim, of_each, device, exact) for of_each in bits]
+        return given._replace(levels=tables[0], key_levels=tables[1])
+    if isinstance(coded, CodedFloats4):
+        table = nvfp4.level_table(device, exact)
+        return given._replace(levels=table, key_levels=table)
+    if isinstance(coded, Coded) and coded.kept is not None and coded.which is not None:
         kept, which, channels = located(coded.kept), located(coded.which), coded.kept.shape[3]
-    return _Given(k, v, of_block, of_token, kept, which, levels, key_levels, tl.constexpr(channels))
+        return given._replace(kept=kept, which=which, channels=tl.constexpr(channels))
+    return given
 
 
 def _turns(segment: Codes | Rotated, device: torch.device) -> tuple[Tensor | None, Tensor | None]:

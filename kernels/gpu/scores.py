@@ -21,7 +21,7 @@ from kernels.gpu.common import (
     program_at,
 )
 from kernels.partial import BESIDE
-from kernels.ragged import Ragged, first_of, with_sizes
+from kernels.ragged import RAGGED, Ragged, first_of, with_sizes
 
 _AT_ONCE = 512  # bytes of a row that are taken at once
 _NARROW = 64  # channels of rows of which a program takes more
@@ -42,6 +42,13 @@ def live_scores(q: Tensor, x: Tensor | Ragged, live: Tensor) -> tuple[Tensor | R
     does; the others get minus infinity. kernels/reference.py defines it. Return the scores
     [B G g S] and the largest score in each block of rows, [B G g blocks]."""
     return _products(q, x, live=live)
+
+
+def row_scores_with_lse(q: Tensor, x: Tensor | Ragged, scale: float) -> tuple[Tensor, Tensor]:
+    """Multiply queries with every row of an index, as `row_scores` does, and return besides the
+    log-sum-exps of blocks of scaled scores, [B G g blocks]. kernels/reference.py defines it."""
+    out = q.new_empty((*q.shape[:3], x.shape[2]), dtype=torch.float32)
+    return out, _run(q, x, out, scale=scale)
 
 
 def page_scores(q: Tensor, bounds: Tensor | Ragged) -> Tensor | Ragged:
@@ -123,6 +130,10 @@ def _run(
 
 def row_scores_refuses(q: Tensor, x: Tensor | Ragged) -> str | None:
     return _unfit(q, x, q.shape[3])
+
+
+def row_scores_with_lse_refuses(q: Tensor, x: Tensor | Ragged, scale: float) -> str | None:
+    return RAGGED if isinstance(x, Ragged) else _unfit(q, x, q.shape[3])
 
 
 def page_scores_refuses(q: Tensor, bounds: Tensor | Ragged) -> str | None:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from kernels.ragged import Ragged, filled
-from kernels.top_p import RANGE_BYTES, KeyCodes, quantised_keys
+from kernels.ragged import filled
+from kernels.top_p import RANGE_BYTES, KeyCodes, quantised_keys, without
 from methods.base import Ability, BudgetError, KVLayer, Method
-from methods.layers.weights import ChoiceWeights, always_lse
+from methods.base.pieces import pieces, tokens_at_once
+from methods.layers.weights import ChoiceWeights, always_lses
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,10 @@ class Pruned(
         super().begin(chooses)
         self.key_codes = self.key_ranges = None
         if chooses:
-            self.key_codes, self.key_ranges = quantised_keys(self.layer.reads.candidates().k)
+            keys = self.layer.reads.candidates().k
+            parts = pieces(keys.shape[2], at_once=tokens_at_once(keys.device))
+            written = [quantised_keys(keys[:, :, part]) for part in parts]
+            self.key_codes, self.key_ranges = (torch.cat(x, 2) for x in zip(*written, strict=True))
 
     def weigh(self, q: Tensor, rows: Tensor) -> None:
         """Set the log-weights of a choice: 0 for the tokens that carry the share, which are read,
@@ -65,20 +69,14 @@ class Pruned(
         assert self.key_ranges is not None
         keys = KeyCodes(self.key_codes, self.key_ranges)
         reads = self.layer.reads
-        chosen, absent = filled(rows), reads.absent(rows)
-        if isinstance(rows, Ragged):
-            absent = torch.arange(chosen.shape[2], device=q.device) >= rows.counts.view(-1, 1, 1)
-        if absent is not None:
-            chosen = chosen.masked_fill(absent, 0)
+        absent = reads.absent(rows)
+        chosen = rows if absent is None else rows.masked_fill(absent, 0)
         grouped = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
-        logits = ops.estimated_logits(grouped, keys, chosen) * self.spec.scale
-        if absent is not None:
-            logits = logits.masked_fill(absent.unsqueeze(2), float("-inf"))
-        always = always_lse(reads.always_read(), grouped, self.spec).view(logits.shape[:3])
-        read = ops.carrying(logits, always, self.share)
-        self.log_weights = torch.zeros(read.shape, device=q.device).masked_fill(
-            ~read, float("-inf")
-        )
+        logits, tops = ops.estimated_logits(grouped, keys, chosen)
+        logits = without(logits, absent)
+        always = always_lses(reads.always_read(), grouped, self.spec)
+        always = always.view(*logits.shape[:3], -1)
+        self.log_weights = ops.carrying(logits, tops, always, self.share, self.spec.scale)
 
     @property
     def bytes_read(self) -> int:

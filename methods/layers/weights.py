@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops
-from kernels.ragged import Ragged, filled
+from kernels.ragged import Ragged
 from kernels.reference import Segment, without_missing
 from kernels.sink_logits import lse_with_sink
 from methods.base import KVLayer, LayerSpec
@@ -26,16 +26,15 @@ class ChoiceWeights(Policy, capturable=True, of_each={"choices_read": None}):
     layer: Any
     # fp32, of the shape of the last choice; None before the first one
     log_weights: Tensor | None = None
-    # [B] fp64, chosen tokens that a head read since `take_count`, mean over heads
+    # [B H] int64, chosen tokens that each list of a choice read since `take_count`
     choices_read: Tensor | None = None
 
     def begin(self, chooses: bool) -> None:
         """Start anew at the end of a prompt. `chooses`: steps will read a choice, and not all."""
         self.log_weights = self.choices_read = None
         if chooses:
-            self.choices_read = torch.zeros(
-                self.request.batch, dtype=torch.float64, device=self.request.device
-            )
+            lists = self.request.batch, self.spec.num_heads
+            self.choices_read = torch.zeros(lists, dtype=torch.int64, device=self.request.device)
 
     def weigh(self, q: Tensor, rows: Tensor) -> None:
         """Give weights to the choice `rows` that was just made for the query q [B H 1 D]: in this
@@ -57,13 +56,17 @@ class ChoiceWeights(Policy, capturable=True, of_each={"choices_read": None}):
     def count(self) -> None:
         """Count the tokens of the choice that the current step reads."""
         assert self.choices_read is not None
-        self.choices_read += self.read_of_choice()
+        assert self.log_weights is not None
+        lists = self.log_weights.shape[1]
+        ops.count_read(self.log_weights, self.choices_read[:, :lists])
 
     def take_count(self, steps: int, always: float) -> Tensor:
         """Return the prompt tokens [B] that a head read in the last `steps` steps, `always` of them
         in each step whatever it chose, and begin to count anew."""
         assert self.choices_read is not None
-        read = self.choices_read + steps * always
+        assert self.log_weights is not None
+        lists = self.log_weights.shape[1]
+        read = self.choices_read[:, :lists].double().mean(1) + steps * always
         self.choices_read.zero_()
         return read
 
@@ -82,16 +85,14 @@ class ChoiceWeights(Policy, capturable=True, of_each={"choices_read": None}):
             member.log_weights = self.log_weights[own, ..., : rows.shape[2]]
 
 
-def always_lse(segments: Sequence[Segment], grouped: Tensor, spec: LayerSpec) -> Tensor:
-    """Return the log-sum-exp of the logits of all tokens in `segments`, which every step reads, and
-    of the sink logits if the model has them. grouped [B G g D] -> [B G g]"""
-    logits = [
-        part.without_missing(filled(ops.row_scores(grouped, part.k)) * spec.scale, float("-inf"))
-        for part in segments
-        if part.k.shape[2]
-    ]
-    lse = torch.cat(logits, -1).logsumexp(-1)
-    return lse_with_sink(lse.flatten(1), spec.sink_logits).view_as(lse)
+def always_lses(segments: Sequence[Segment], grouped: Tensor, spec: LayerSpec) -> Tensor:
+    """Return numbers whose log-sum-exp is that of the logits of all tokens in `segments`, which every
+    step reads, and of the sink logits if the model has them. grouped [B G g D] -> [B G g P]"""
+    lses: Tensor = ops.log_sum_exps(grouped, [x for x in segments if x.k.shape[2]], spec.scale)
+    if spec.sink_logits is None:
+        return lses
+    lse = lses.logsumexp(-1)
+    return lse_with_sink(lse.flatten(1), spec.sink_logits).view_as(lse).unsqueeze(-1)
 
 
 def counts_choices(layer: KVLayer) -> bool:

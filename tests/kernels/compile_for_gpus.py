@@ -74,8 +74,11 @@ CASES = (
     "coded_attention-tq3q-dim80-turned", "coded_attention-tq4q-turned", "coded_attention-int4-turned",
     "coded_attention-3-of-each-tq3", "decode_rows-tq3-some", "decode_rows-tq4-some", "last_alike-300-of-128",
     "last_alike-37-of-20",
+    "estimated_logits-gqa4-dim128-2", "estimated_logits-3-of-each-6", "log_sum_exps-g3", "carrying-0.9-of-2050-spread2",
+    "carrying-1.0-of-333-spread9", "row_scores_with_lse-g4-1024", "uniform_draws-300-of-9", "sampled_weights-3",
 )  # fmt: skip
 BLOCKS = ("smollm", "qwen3", "dim96-prompt", "glm-prompt")
+LOGITS = "carrying", "sampled_weights"  # take them in fp32, whatever the keys are
 OPS = {op.name: op for op in ops.ALL}
 SMS = 132  # multiprocessors of an H100 or H200
 HEAD = (
@@ -127,11 +130,12 @@ def compile_cases(dtypes: list[torch.dtype]) -> None:
     found = {str(case): case for case in [*cases(), *ragged_cases()]}
     for dtype in dtypes:
         for name in CASES:
-            args = converted(found[name].args, dtype)
+            args = converted(found[name].args, torch.float32 if found[name].op in LOGITS else dtype)
             if "heads of up to" not in str(refused(found[name].op, *args)):  # in fp32, 256 channels are too wide
                 launch(found[name].op, *args)
         for shape in BLOCKS:
             compile_block(*drawn(shape, dtype))
+        launch("count_read", torch.zeros(1, 8, 9), torch.zeros(1, 32, dtype=torch.int64)[:, :8])
         launch("likeliest_tokens", torch.zeros(2, 128_256, dtype=dtype))
         for tokens, count in ((131_072, 2048), (8192, 128)):  # of an 8B model, as below
             launch("top_k", torch.zeros(1, 8, tokens), count)

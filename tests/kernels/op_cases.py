@@ -17,6 +17,7 @@ from kernels.coded import Codes, Rotated
 from kernels.partial import Guess
 from kernels.ragged import Ragged
 from kernels.reference import Segment, pq_held
+from kernels.sampled import Sample
 from kernels.top_p import KeyCodes, quantised_keys
 from kernels.windowed import windowed_attention
 from tests.kernels import coded_cases
@@ -64,6 +65,8 @@ def converted(value: Any, dtype: torch.dtype, device: torch.device | str = "cpu"
         return Segment(*(converted(x, dtype, device) for x in value[:4]), kept)
     if isinstance(value, Guess):
         return Guess(*(converted(x, dtype, device) for x in value))
+    if isinstance(value, Sample):
+        return value
     if isinstance(value, (list, tuple)):
         return [converted(x, dtype, device) for x in value]
     return value
@@ -452,8 +455,12 @@ def comparable(op: str, result: Any) -> Any:
         return by_channel(*result)
     if op in ("channel_sums", "row_scores_with_lse"):
         return joined_parts(*result)
+    if op == "estimated_logits":
+        return result[0]
+    if op == "log_sum_exps":
+        return result.logsumexp(-1)
     if op == "carrying":
-        return result.float()
+        return result.exp()
     return highest(result) if op == "live_scores" else result
 
 
@@ -488,10 +495,34 @@ def carrying() -> Iterator[OpCase]:
     for heads, count, spread in ((1, 1, 1), (4, 2050, 2), (3, 333, 9), (1, 40, 0)):
         logits = (spread * random(1, 2, 2, heads, count)).bfloat16().float()
         logits[:, :, :, 3::7] = -inf
-        always = random(2, 2, 2, heads).bfloat16().float()
+        always = random(2, 2, 2, heads, 2).bfloat16().float()
         for mass in (0.2, 0.9, 1.0):
-            yield OpCase("carrying", f"{mass}-of-{count}-spread{spread}", (logits, always, mass))
-    yield OpCase("carrying", "nothing", (torch.full((1, 1, 2, 20), -inf), torch.full((1, 1, 2), -inf), 0.5))
+            yield OpCase("carrying", f"{mass}-of-{count}-spread{spread}", (logits, logits, always, mass, 0.5))
+    nothing = torch.full((1, 1, 2, 20), -inf)
+    yield OpCase("carrying", "nothing", (nothing, nothing, nothing[..., :1], 0.5, 1.0))
+
+
+def log_sum_exps() -> Iterator[OpCase]:
+    """Of whole segments, and of one of which some tokens exist."""
+    for group, dim in ((3, 96), (1, 64)):
+        q = random(1, 2, 2, group, dim)
+        parts = [Segment(k, k) for k in (stored(2, 2, 2, 3, dim), stored(3, 2, 2, 1100, dim))]
+        some = parts[1]._replace(live=torch.tensor([70, 0]))
+        yield OpCase("log_sum_exps", f"g{group}", (q, [*parts, some], 0.3))
+
+
+def uniform_draws() -> Iterator[OpCase]:
+    yield OpCase("uniform_draws", "300-of-9", (torch.tensor([70]), -(2**62) + 5, 3, 300, 9))
+
+
+def sampled_weights() -> Iterator[OpCase]:
+    """Of one head and of three, with draws that are heavy tokens or were drawn before, and samples cut short."""
+    for heads, epsilon in ((1, 0.3), (3, 0.02)):
+        logits = random(1, 2, 2, heads, 90)
+        drawn = torch.randint(90, (2, 2, 70), generator=draw(6))
+        lse, rows = logits.logsumexp(-1), torch.cat([pick(4, 2, 2, 90, 20), drawn], -1)
+        sample = Sample(90, 10, epsilon, 2.0, 0.5)
+        yield OpCase("sampled_weights", f"{heads}", (logits, lse, lse - 3, rows, 20, sample))
 
 
 def best_by_codes(args: Sequence[Any]) -> Tensor:
@@ -544,6 +575,7 @@ def cases() -> list[OpCase]:
         gather_rows, gather_tiers, row_scores, row_weights, page_scores, token_rows, pick_channels, live_scores,
         partial_products, rotate, rotate_to, channel_sums, channel_weights, group_weights, group_margins, pq_weights,
         pq_weights_far, pq_best, top_k, rebuild_keys, last_alike,
-        row_scores_with_lse, first_places, estimated_logits, carrying,
+        row_scores_with_lse, first_places, estimated_logits, log_sum_exps, carrying,
+        uniform_draws, sampled_weights,
     )  # fmt: skip
     return [case for group in groups for case in group()]

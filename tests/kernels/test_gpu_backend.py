@@ -34,6 +34,7 @@ SMALL_READS = {  # at the shape of an 8B model, and why it does not matter there
     "pq._place_kinds": "a cell's kind is a byte of a table",
     "rope._turn_to": "a few first keys",
     "scores._scores": "a block's end, and its largest score",
+    "top_p._estimate": "offset and step of a key",
 }
 
 

@@ -135,7 +135,8 @@ def _assert_best(scores: Tensor, rows: Tensor) -> None:
 
 def test_every_operation_has_cases() -> None:
     elsewhere = {
-        "add_received", "pick_overwritten", "kmeans", "put_rows", "attention_inputs", "attention_inputs_stored",
+        "add_received", "count_read", "pick_overwritten", "kmeans", "put_rows", "attention_inputs",
+        "attention_inputs_stored",
         "block_output", "block_output_apart", "token_logits", "likeliest_tokens",
     }  # fmt: skip
     assert {case.op for case in cases()} == set(OPS) - elsewhere

@@ -227,19 +227,23 @@ class RunningBatch:
 
     def _note_reads(self, number: int, slot: RunningSequence) -> None:
         """Count how many tokens the last step read for sequence number `number` of the batch.
-        Caches that step together are updated only now and then (`SlotsCache.lags`). For them,
-        counting waits until the union of what the heads read is due or a stretch of the answer
-        ends; then all steps since the last time are counted."""
+        Caches that step together are updated only now and then (`SlotsCache.lags`), and some layers
+        add up what they read. For them, counting waits until the union of what the heads read is due
+        or a stretch of the answer ends; then all steps since the last time are counted."""
         if not isinstance(self._cache, SlotsCache):
-            slot.note_reads(1)
+            slot.behind += 1
+            if not slot.adds_up or slot.is_due(slot.behind):
+                self._catch_up(number, slot)
         elif slot.is_due(self._cache.behind(number)) or not self._cache.lags(number):
             self._catch_up(number, slot)
 
     def _catch_up(self, number: int, slot: RunningSequence) -> None:
         """Count in a sequence's own cache the steps that were counted for the whole batch at once,
-        and note what they read; a cache that steps alone is up to date already."""
-        if isinstance(self._cache, SlotsCache):
-            slot.note_reads(self._cache.catch_up(number))
+        and note what was read since the last time."""
+        cache = self._cache
+        steps = cache.catch_up(number) if isinstance(cache, SlotsCache) else slot.behind
+        slot.behind = 0
+        slot.note_reads(steps)
 
     def _gather(self, running: list[RunningSequence]) -> None:
         """Make the joint cache with which the sequences `running` decode together, and get ready to

@@ -177,6 +177,7 @@ class RunningSequence:
         # tokens that the union over heads adds, every UNION_EVERY steps
         self._excess: list[Tensor | float] = []
         self._unites = True  # heads of a group may read different tokens
+        self.behind = 0  # steps of a cache that steps alone, not noted yet
         self._finite: list[bool] = []  # per token, whether its logits are
         self._marks: list[Mark] = []  # the ends of the answer's stretches
         self._before = cache.traffic.copy()  # traffic before the first step
@@ -205,6 +206,11 @@ class RunningSequence:
     def is_due(self, steps: int) -> bool:
         """Return True if the last `steps` steps must be noted now (`note_reads`) and cannot wait for others."""
         return self.counts_union(steps) or ends_stretch(self._steps + steps, len(self._marks))
+
+    @property
+    def adds_up(self) -> bool:
+        """Return whether layers add up by themselves what their steps read (`counts_choices`)."""
+        return isinstance(self._varying, Tensor)
 
     def begin(self, logits: Tensor | None) -> None:
         """Start the answer after the prefill. Without a question, pick the first token and seal the

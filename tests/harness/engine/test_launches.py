@@ -47,6 +47,7 @@ def test_a_layer_launches_what_the_table_says(name: str, sequences: int) -> None
 
 def test_the_table_holds_what_was_aimed_at() -> None:
     told = documented()
+    assert told[code("vattention")][0] <= 40  # its sequences attend one after the other
     assert {*told} == {code(name) for name in METHODS}
     assert all(max(told[code(name)]) <= most for name, most in AIMED.items())
 
@@ -55,6 +56,12 @@ def test_the_table_holds_what_was_aimed_at() -> None:
 def test_a_codec_launches_as_integers_do(name: str) -> None:
     """Also where KV heads hold different numbers of tokens."""
     assert launches_of(name, SEQUENCES[0])[COUNTED] == launches_of("coded", SEQUENCES[0])[COUNTED]
+
+
+@pytest.mark.parametrize("name", ["pqcache", "quest", "oracle"])
+def test_a_budget_by_mass_launches_six_times_more(name: str) -> None:
+    counted = launches_of(f"{name} mass", SEQUENCES[1])[COUNTED]
+    assert len(counted) <= len(launches_of(name, SEQUENCES[1])[COUNTED]) + 6, counted
 
 
 @pytest.mark.parametrize("name", AIMED)
