@@ -88,6 +88,11 @@ SERVED = {
     "ttft_s.p50": ("TTFT (s)", 1, ".1f"),
     "tpot_s.p50": ("TPOT (ms)", 1e3, ".0f"),
 }
+IN_ALL = {  # of budgets that are rows of prompt and answer, or of the answer
+    "budget.total_tokens": ("read in all (rows)", 1, ".0f"),
+    "memory.kv_device_bytes": COLUMNS["memory.kv_device_bytes"],
+    "tpot_s.p50": ("TPOT (ms)", 1e3, ".0f"),
+}
 LIKELIHOODS = {
     "score.averages.perplexity": ("perplexity", 1, ".2f"),
     "likelihood.full.diff": ("NLL vs full (nats)", 1, "+.3f"),
@@ -143,10 +148,16 @@ def listing(names: Sequence[str], methods: Sequence[str] = (), budgets: Sequence
         cells["mean (95 % CI)"] = rows.apply(_score, axis="columns")
         if "likelihood.full.diff" in rows:
             cells["NLL vs full (nats, 95 % CI)"] = rows.apply(_nats, axis="columns")
-    cells |= _cells(rows, {column: shown for column, shown in COLUMNS.items() if column in rows})
+    shares = not (rows["budget.asked"] > 1).any()
+    measured = COLUMNS if shares else IN_ALL
+    cells |= _cells(rows, {column: shown for column, shown in measured.items() if column in rows})
     if "budget.not_kept" in rows:
         cells["budget (%)"] += rows["budget.not_kept"].notna().map({True: NOT_KEPT, False: ""})
-    return _markdown(pd.DataFrame(cells), 1)
+    if shares:
+        return _markdown(pd.DataFrame(cells), 1)
+    budgets = rows["budget.asked"].map(lambda x: f"{x:g}" if x > 1 else f"{100 * x:g} %")
+    cells["budget (%)"] = budgets.where(rows["budget.asked"].notna(), "")
+    return _markdown(pd.DataFrame(cells).rename(columns={"budget (%)": "budget"}), 1)
 
 
 def _cells(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -110,6 +110,18 @@ READERS = {
     "flexible": Reader(flexible, _same_text),
     "openai": Reader(openai, lambda answer, final: answer == final.replace(",", "")),
 }
+
+
+def solved(output: str, solutions: Sequence[str]) -> bool:
+    """Return whether an output ends with the final number of a worked solution of the data set, read as
+    `pqcache` does. It is a scorer for task=rows, which asks a question without worked examples and
+    measures the likelihood of the whole solution.
+
+    >>> solved("So it is \\\\boxed{18}.", ["16 - 7 = 9, 9 * 2 = 18\\n#### 18"])
+    True
+    """
+    answer = pqcache(output)
+    return answer is not None and any(_same_value(answer, final_number(x)) for x in solutions)
 
 
 @dataclass(frozen=True)

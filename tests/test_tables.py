@@ -62,6 +62,12 @@ def test_a_page_is_filled_between_its_markers(tables: dict[str, Any], tmp_path: 
     marked = tables["filled"](page)
     assert [line[1] for line in cells(marked)[1:]] == ["", "20†"]
     assert "†: the row did not keep its budget." in marked
+    rows = [row("full", 0.8), row("rkv", 0.5, **{"budget.asked": 64}), row("snapkv", 0.4, **{"budget.asked": 1.0})]
+    pd.DataFrame(rows).to_csv(tmp_path / "a.csv")
+    counted = cells(tables["filled"]("<!-- rows of a -->\n<!-- end -->"))
+    assert [[line[1], line[-1]] for line in counted] == [
+        ["budget", "TPOT (ms)"], ["", "30"], ["64", "30"], ["100 %", "30"]
+    ]  # fmt: skip
 
 
 def test_a_headline_shows_what_was_measured(tables: dict[str, Any], tmp_path: Path) -> None:
