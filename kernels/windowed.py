@@ -69,6 +69,12 @@ def prefill_attention_with_column_sums(
     return torch.cat(outs, 2), sums
 
 
+def queries_at_once(heads: int, keys: int) -> int:
+    """Return for how many queries of `heads` heads, those of all sequences, the weights of so many keys
+    are made at a time."""
+    return min(_QUERIES_AT_ONCE, max(_LEAST_QUERIES, _WEIGHTS_AT_ONCE // (heads * keys)))
+
+
 def _mixed(weights: Tensor, v: Tensor) -> Tensor:
     """Return values v [B G s D] weighted by weights [B H t s] (fp32), in the dtype of v: [B H t D]"""
     batch, heads, new, seen = weights.shape
@@ -87,9 +93,7 @@ def _blocks(
     overwrite the logits: they are most of the memory that is taken here."""
     (batch, heads, new, dim), (groups, stored) = q.shape, k.shape[1:3]
     keys_at_most = max(1, min(window + _QUERIES_AT_ONCE, stored))
-    at_once = min(
-        _QUERIES_AT_ONCE, max(_LEAST_QUERIES, _WEIGHTS_AT_ONCE // (batch * heads * keys_at_most))
-    )
+    at_once = queries_at_once(batch * heads, keys_at_most)
     for start in range(0, new, at_once):
         queries = slice(start, min(start + at_once, new))
         places = first + torch.arange(new, device=q.device)[queries]

@@ -22,6 +22,7 @@ from harness.models.base import ARCHITECTURES, DTYPE_BYTES, ModelInfo
 from harness.terminal.tables import BYTES, scaled
 from kernels.block import TOKENS_AT_ONCE
 from kernels.rope import table_bytes
+from kernels.windowed import queries_at_once
 from methods.abilities import ability
 from methods.abilities.repeat import Repeat
 from methods.base import Budget, Cost, CostError, LayerWorkload, Method
@@ -127,6 +128,7 @@ def needed(
     widest = max(cache.widest for of_job in caches for cache in of_job)
     brought = max(sum(cache.brought for cache in of_job) for of_job in caches)
     margin = int(SHARE * (kv + activations)) + LAYERS * (widest + brought) + CONSTANT
+    margin += _in_plain_torch(info, longest)
     return MemoryForecast(weights, kv + more, activations, margin, host)
 
 
@@ -338,6 +340,16 @@ def _states(info: ModelInfo, cache_spec: CacheSpec, prompt: int) -> int:
     # or around a module with a state, whose own activations are counted by its config
     in_state = rows * (2 * hidden * number + info.states.reading_bytes(number))
     return max(in_layer * number, in_state) + (waiting * hidden + angles) * number
+
+
+def _in_plain_torch(info: ModelInfo, keys: int) -> int:
+    """Return the bytes that attention takes for a moment where no compiled kernel takes its values, which
+    are narrower than keys: fp32 weights of a block of queries, twice, and fp32 keys and values."""
+    heads = info.served
+    if heads.value_dim == heads.head_dim:
+        return 0
+    weights = 2 * heads.num_heads * queries_at_once(heads.num_heads, keys)
+    return 4 * keys * (weights + heads.num_kv_heads * (heads.head_dim + heads.value_dim))
 
 
 def _in_mlp(info: ModelInfo, settings: Settings, rows: int) -> int:
