@@ -103,7 +103,7 @@ class EndpointRunner:
     def warm_up(self, pending: Sequence[PreparedExample]) -> None:
         """Send `warmup` short requests, whose answers are dropped."""
         chat, given = self.model.prompts == "chat", self.model.prompts == "ids"
-        hello = {"messages": [{"role": "user", "content": "Hello"}]}
+        hello: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
         for item in pending[: self.settings.warmup]:
             ids = item.prompt.ids[-WARMUP:]
             said = hello if chat else {"prompt": ids if given else self.tokenizer.decode(ids)}
@@ -144,8 +144,9 @@ class EndpointRunner:
         talk = Talk(self.model, self.settings, self.tokenizer)
         for turn, then in zip_longest(item.turns, item.turns[1:]):
             request = talk.ask(turn)
+            facts: dict[str, Any] = {}
             if turn.given:
-                answer, facts, fed = self._weighed(talk, turn), {}, list(turn.forced)
+                answer, fed = self._weighed(talk, turn), list(turn.forced)
             else:
                 answer, facts = self._said(exchange, talk, turn, *request)
                 fed = answer.tokens
