@@ -35,6 +35,8 @@ def last_alike(keys: Tensor, threshold: float) -> Tensor:
 
 
 def last_alike_refuses(keys: Tensor, threshold: float) -> str | None:
+    if keys.is_cuda and torch.cuda.get_device_capability(keys.device)[0] == 10:
+        return "Triton 3.7 does not compile it for compute capability 10"
     return common.unfit_heads(keys)
 
 
