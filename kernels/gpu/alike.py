@@ -35,8 +35,6 @@ def last_alike(keys: Tensor, threshold: float) -> Tensor:
 
 
 def last_alike_refuses(keys: Tensor, threshold: float) -> str | None:
-    if keys.is_cuda and torch.cuda.get_device_capability(keys.device)[0] == 10:
-        return "Triton 3.7 does not compile it for compute capability 10"
     return common.unfit_heads(keys)
 
 
@@ -53,7 +51,7 @@ def _find(
     live = row < count
     own = load(first + row[:, None] * step + channel, live[:, None] & (channel < DIM))
     lengths += this * count
-    # what the product with a unit vector must exceed; infinite once a key has found one
+    # what the product with a unit vector must exceed
     least = tl.where(live, threshold * load(lengths + row, live), float("inf"))
     found = tl.where(live, -1, 0)
     end = count
@@ -64,9 +62,7 @@ def _find(
             tile = load(first + other[:, None] * step + channel, there[:, None] & (channel < DIM))
             share = 1 / tl.load(lengths + other, mask=there, other=1.0)
             over = product(own, tl.trans(tile)) * share[None, :] - least[:, None]
-            if tl.max(tl.max(over, 1), 0) > 0:  # seldom, but for a key and itself
-                alike = (over > 0) & (row[:, None] != other[None, :]) & there[None, :]
-                found = tl.maximum(found, tl.max(tl.where(alike, other[None, :], -1), 1))
-                least = tl.where(found < 0, least, float("inf"))
+            alike = (over > 0) & (row[:, None] != other[None, :])
+            found = tl.maximum(found, tl.max(tl.where(alike, other[None, :], -1), 1))
         end -= _BLOCKS * OTHERS
     tl.store(last + this * count + row, tl.maximum(found, 0).to(tl.int64), mask=live)
