@@ -116,6 +116,10 @@ def _attend(q: Tensor, segments: Sequence[Segment], scale: float, lse: Tensor | 
             k_share=k_share, rows_share=rows_share,
         )  # fmt: skip
         packed.append(described)
+    if not packed:
+        if lse is not None:
+            lse.fill_(float("-inf"))
+        return torch.zeros_like(q)
     q = q.contiguous()
     out = torch.empty_like(q)
     _library.segment_attention(

@@ -124,8 +124,9 @@ def attention() -> Iterator[tuple[str, tuple[Any, ...]]]:
         written = levels((batch, groups, tokens, dim), bits, seed, spare=3)
         yield name, (random(3, batch, groups * 3, 1, dim), [written], 0.1)
 
-    for name in ("tq3q-dim80", "tq4q"):  # rotated, beside plain tokens
-        bits, seed, (batch, groups, tokens, dim) = LEVELS[name]
+    # rotated, beside plain tokens, whose heads each backend has
+    for name, of_levels in {"tq3q-dim96": (3, 5, (1, 2, 40, 96)), "tq4q": LEVELS["tq4q"]}.items():
+        bits, seed, (batch, groups, tokens, dim) = of_levels
         plain = Segment(*(random(seed, batch, groups, 9, dim) for seed in (4, 5)))
         turned = Rotated(levels((batch, groups, tokens, dim), bits, seed), 1)
         yield f"{name}-turned", (random(3, batch, groups * 5, 1, dim), [plain, turned], 0.1)

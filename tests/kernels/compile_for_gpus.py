@@ -71,7 +71,7 @@ CASES = (
     "decode_rows-last-of-each-int4", "encode_codes-int2", "coded_attention-int4-kept4", "decode_rows-int4-kept4-some",
     "coded_attention-nvfp4", "coded_attention-nvfp4-dim80", "decode_rows-nvfp4-some", "decode_rows-nvfp4-dim80-all",
     "coded_attention-tq2", "coded_attention-tq3", "coded_attention-tq4", "coded_attention-tq2q",
-    "coded_attention-tq3q-dim80-turned", "coded_attention-tq4q-turned", "coded_attention-int4-turned",
+    "coded_attention-tq3q-dim96-turned", "coded_attention-tq4q-turned", "coded_attention-int4-turned",
     "coded_attention-3-of-each-tq3", "decode_rows-tq3-some", "decode_rows-tq4-some", "last_alike-300-of-128",
     "last_alike-37-of-20",
     "estimated_logits-gqa4-dim128-2", "estimated_logits-3-of-each-6", "log_sum_exps-g3", "carrying-0.9-of-2050-spread2",
