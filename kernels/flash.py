@@ -84,9 +84,8 @@ def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: flo
             return "gives all tokens one weight, got log-weights"
         if isinstance(segment.k, Ragged):
             return RAGGED
-        if reason := prefill_attention_refuses(q, segment.k, segment.v, scale):
-            return reason
-    return None
+    reasons = (prefill_attention_refuses(q, segment.k, segment.v, scale) for segment in segments)
+    return next(filter(None, reasons), None)
 
 
 segment_attention_with_lse_refuses = segment_attention_refuses

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from harness import Engine, attached
+from harness.engine.hf import layer_specs
 from harness.models.hub import HuggingFace
 from harness.models.layer_kinds import layer_kinds
 from methods.full import Full
@@ -48,7 +49,7 @@ def test_a_text_part_gives_the_tokens_of_the_whole(name: str, tied: bool, tmp_pa
     info = HuggingFace(str(tmp_path)).describe()
     loaded = HuggingFace(str(tmp_path)).load("fp32", "cpu").model
     assert (info.window, info.layer_windows) == (4096, layer_kinds(loaded.config).windows)
-    assert info.head_dim == loaded.get_decoder().layers[-1].self_attn.head_dim  # type: ignore[union-attr]
+    assert info.head_dim == layer_specs(loaded)[-1].head_dim
     assert info.architecture == type(loaded).__name__
     assert info.num_parameters == loaded.num_parameters()
 
