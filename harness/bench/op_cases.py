@@ -21,6 +21,7 @@ from kernels.block import DecoderBlock, Head, Linear
 from kernels.coded import Coded
 from kernels.partial import BESIDE, Guess, NewPartial
 from kernels.reference import Segment, pq_held
+from kernels.sampled import Sample
 from kernels.top_p import KeyCodes, quantised_keys
 from methods.base.pieces import pieces
 from methods.tiers.codec import Encoded, IntCodec
@@ -314,8 +315,12 @@ def _scores(x: Inputs) -> Iterator[OpCase]:
     yield _case(
         "carrying", f"mass, {x.budget}", logits=logits, tops=tops, always=tops, mass=0.9, scale=1.0
     )
-    rows = x.rows(x.shape.heads, x.tokens, x.budget)
-    yield _case("first_places", f"vAttention, {x.budget} of {x.tokens}", rows=rows)
+    log_weights, counts = logits[:, :, 0], torch.zeros_like(logits[:, :, 0, 0], dtype=torch.int64)
+    yield _case("count_read", f"mass, {x.budget}", log_weights=log_weights, counts=counts)
+    segments = [Segment(*x.kv)]
+    yield _case(
+        "log_sum_exps", f"mass, {x.tokens}", q=x.grouped(dim), segments=segments, scale=x.scale
+    )
     for size in (1, CHUNK, PAGE):
         best, among = x.budget // size, x.tokens // size
         yield _case(
@@ -324,6 +329,33 @@ def _scores(x: Inputs) -> Iterator[OpCase]:
             scores=x.logits[:, :, 0, :among].contiguous(),
             count=best,
         )
+
+
+def _sampled(x: Inputs) -> Iterator[OpCase]:
+    what, heavy = f"vAttention, {x.budget} of {x.tokens}", x.budget // 2
+    rows = x.rows(x.shape.heads, x.tokens, x.budget)
+    yield _case("first_places", what, rows=rows)
+    yield _case(
+        "uniform_draws",
+        what,
+        position=x.count,
+        key=1,
+        groups=x.shape.heads,
+        count=x.budget,
+        among=x.tokens,
+    )
+    logits = x.random(1, x.shape.heads, 1, x.tokens, dtype=torch.float32)
+    lse = logits.logsumexp(-1)
+    yield _case(
+        "sampled_weights",
+        what,
+        logits=logits,
+        lse=lse,
+        always=lse - 3,
+        rows=rows,
+        heavy=heavy,
+        sample=Sample(x.tokens, (x.budget - heavy) // 2, 0.05, 2.0, 1.0),
+    )
 
 
 def _quantised(x: Inputs) -> Iterator[OpCase]:
@@ -520,7 +552,7 @@ def _block(x: Inputs, channels: int) -> DecoderBlock:
     )
 
 
-GROUPS = (_attention, _scores, _quantised, _alike, _rows, _prefill, _model)
+GROUPS = (_attention, _scores, _sampled, _quantised, _alike, _rows, _prefill, _model)
 
 
 def cases(inputs: Inputs) -> Iterator[OpCase]:
