@@ -43,6 +43,7 @@ AXIS = {  # of a kernel's grid: that of heads, rows or problems, whose number mu
     "_norm": 0, "_turn": 2, "_gate": 0, "_attend_codes": 0, "_decode_rows": 1,
     "_token_rows": 1, "_pick": 0, "_mix": 0, "_mean": 0, "_products": 1, "_turn_to": 2,
     "_encode": 1, "_best_of_piece": 1, "_best_of_all": 0, "_find": 1, "_least": 1, "_go_on": 0,
+    "_estimate": 1, "_log_sum_exps": 0, "_sums": 1, "_mark": 1, "_count_read": 0, "_draw": 1, "_weigh": 0,
 }  # fmt: skip
 CASES = (
     "segment_attention-gqa4-dim128-per-head", "segment_attention-gqa4-dim128-weighted",
@@ -61,6 +62,9 @@ CASES = (
     "attention_with_mean-gqa3-dim64",
     "page_scores-3-of-each", "token_rows-1025-of-5", "token_rows-3-of-each-and-last",
     "last_alike-37-of-20", "coded_attention-int4", "encode_codes-int4", "decode_rows-int4-some", "decode_rows-int2-all",
+    "estimated_logits-3-of-each-6", "carrying-0.9-of-2050-spread2", "log_sum_exps-g3", "sampled_weights-3",
+    "uniform_draws-300-of-9", "coded_attention-tq3q-dim96-turned", "coded_attention-nvfp4",
+    "coded_attention-int4-kept4",
 )  # fmt: skip
 
 
@@ -151,7 +155,20 @@ def test_kmeans_and_blocks(far: Far) -> None:
         numbers = torch.zeros(3, 4, dtype=torch.int64)
         ops.pick_overwritten(torch.zeros(3, 2, 2, 4), torch.zeros(3, 4), 1.0, numbers, numbers[:, 0].clone(), numbers)
         ops.likeliest_tokens(torch.zeros(2, 5000))
-    layer = {"_assign", "_move", "_turn", "_norm", "_gate", "_put", "_scores", "_products", "_least", "_go_on"}
+        ops.count_read(torch.zeros(2, 3, 50), numbers[:2, :3])
+    layer = {
+        "_assign",
+        "_move",
+        "_turn",
+        "_norm",
+        "_gate",
+        "_put",
+        "_scores",
+        "_products",
+        "_least",
+        "_go_on",
+        "_count_read",
+    }
     assert far.ran == {*layer, "_best_of_piece", "_best_of_all"}
 
 
