@@ -147,9 +147,9 @@ def medians(steps: Sequence[Mapping[str, float]]) -> dict[str, Any] | None:
 
 @contextmanager
 def _clocked_layers(cache: KVCache, watch: Stopwatch, indices: dict[int, int]) -> Iterator[None]:
-    """Clock, inside the block, the operations that run in each layer's `decode` and `lend`, and nothing else:
-    comparisons with exact attention have a cost of their own, and layers with a sliding window are
-    part of the model. `indices` gets the bytes that each layer has read of its index, which is what
+    """Clock, inside the block, the operations that run in each layer's `decode` and `lend`, and
+    nothing else: comparisons with exact attention have a cost of their own, and layers with a sliding
+    window are part of the model. `indices` gets the bytes that each layer has read of its index, which is what
     its method scores in order to choose tokens. Keys that were attended to in the same step are not
     counted, since they are read anyway: a method that asks for their weights (H2O, InfLLM) reads no
     index."""
@@ -161,6 +161,9 @@ def _clocked_layers(cache: KVCache, watch: Stopwatch, indices: dict[int, int]) -
         def add(name: str, arguments: tuple[Any, ...]) -> None:
             if name in _ATTEND:
                 attended.update(segment.k.untyped_storage().data_ptr() for segment in arguments[1])
+            elif name == "log_sum_exps":
+                for segment in arguments[1]:
+                    add("row_scores", (arguments[0], segment.k))
             elif name in INDEX_BYTES and arguments[1].untyped_storage().data_ptr() not in attended:
                 indices[layer] += INDEX_BYTES[name](*arguments)
 
