@@ -67,8 +67,15 @@ def estimated_logits_refuses(q: Tensor, keys: KeyCodes, rows: Tensor | Ragged) -
     codes, ranges = map(first_of, keys)
     if codes.stride(3) != 1 or ranges.stride(3) != 1:
         return "needs the codes of a row side by side"
+    lists, groups = rows.shape[1], q.shape[1]
+    if lists not in (groups, groups * q.shape[2]):
+        return (
+            f"takes a choice for each KV head or each query head, got {lists} for {groups} KV heads"
+        )
     return (
         unfit_shape(keys.codes, *q.shape[:2], None, q.shape[3] // 2)
+        or unfit_shape(keys.ranges, *q.shape[:2], None, 2)
+        or unfit_shape(rows, len(q), lists, None)
         or unfit_heads(q)
         or unfit_group(q.shape[2])
         or unfit(codes, ranges, filled(rows))
