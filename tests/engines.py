@@ -141,6 +141,7 @@ def main(folder: Path) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     runs = folder / "runs" / time.strftime("%Y-%m-%dT%H-%M-%S")
+    folder.mkdir(parents=True, exist_ok=True)
     if not (model := folder / "smollm2").exists():
         model.symlink_to(SmolLM2().folder(weights=True))
     model = os.path.relpath(model, ROOT)
