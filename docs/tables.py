@@ -151,13 +151,13 @@ def listing(names: Sequence[str], methods: Sequence[str] = (), budgets: Sequence
     shares = not (rows["budget.asked"] > 1).any()
     measured = COLUMNS if shares else IN_ALL
     cells |= _cells(rows, {column: shown for column, shown in measured.items() if column in rows})
+    if not shares:
+        budgets = rows["budget.asked"].map(lambda x: f"{x:g}" if x > 1 else f"{100 * x:g} %")
+        cells["budget (%)"] = budgets.where(rows["budget.asked"].notna(), "")
     if "budget.not_kept" in rows:
         cells["budget (%)"] += rows["budget.not_kept"].notna().map({True: NOT_KEPT, False: ""})
-    if shares:
-        return _markdown(pd.DataFrame(cells), 1)
-    budgets = rows["budget.asked"].map(lambda x: f"{x:g}" if x > 1 else f"{100 * x:g} %")
-    cells["budget (%)"] = budgets.where(rows["budget.asked"].notna(), "")
-    return _markdown(pd.DataFrame(cells).rename(columns={"budget (%)": "budget"}), 1)
+    shown = pd.DataFrame(cells)
+    return _markdown(shown if shares else shown.rename(columns={"budget (%)": "budget"}), 1)
 
 
 def _cells(

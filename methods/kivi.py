@@ -192,6 +192,6 @@ class Kivi(PolicyMethod):
         if spec.value_channels != spec.head_dim:
             raise ValueError(
                 f"{type(self).__name__} writes values as wide as keys, and this model's are not: choose another "
-                "method, such as SnapKV with a codec."
+                "method, such as SnapKV."
             )
         self.codec.for_layer(spec)

@@ -85,6 +85,9 @@ def test_the_suite_names_benchmarks_and_goes_on_in_another_process(
     assert "ended with code 1; another goes on" in said.err
     assert "CUT OFF, in part or in whole: methods-long, codec-int4" in said.out
     assert (tmp_path / "summary.txt").read_text() in said.out
+    options.shape = "tiny"
+    with pytest.raises(SystemExit, match="another device, shape or plan"):
+        suite.main(options)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ next row. summary.txt says what was cut off; the same command, given again, goes
 from __future__ import annotations
 
 import argparse
+import sys
 from importlib import import_module
 from math import inf
 from multiprocessing import get_context
@@ -31,7 +32,7 @@ def plan(options: argparse.Namespace) -> dict[str, tuple[float, list[str]]]:
     """Return the benchmarks to run: by the name of its folder, each one's share of the time and its
     command line, in words."""
     every = {name for name in methods.names() if methods.load(name).dense_prefill}
-    every ^= {"coded", "shadowkv", "shadowkv:hit_cache=false"}
+    every = every - {"coded", "shadowkv"} | {"shadowkv:hit_cache=false"}
     common = " --rounds 3 --no-plot --shape {shape} --device {device}"
     text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     return {
@@ -83,9 +84,25 @@ def parser() -> argparse.ArgumentParser:
     return arguments.parser("suite", __doc__, **sizes, layers=layers, **where)
 
 
+def keep_to(options: argparse.Namespace) -> None:
+    """Note beside the results what is measured. Raise `SystemExit` if it is not what was measured there
+    before: one summary would mix the two."""
+    noted, asked = (
+        options.out / "plan.yaml",
+        yaml.safe_dump({k: v[1] for k, v in plan(options).items()}),
+    )
+    if noted.exists() and noted.read_text(encoding="utf-8") != asked:
+        sys.exit(
+            f"{options.out} holds a measurement of another device, shape or plan: give another folder."
+        )
+    noted.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(noted, asked)
+
+
 def main(options: argparse.Namespace) -> None:
     """Run all benchmarks in processes of their own, and say which were cut off."""
     began, whole = time(), 60 * options.minutes
+    keep_to(options)
     try:
         for _ in range(PROCESSES):
             process = get_context("spawn").Process(

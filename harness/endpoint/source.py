@@ -136,8 +136,8 @@ class Endpoint(RemoteModel):
             self._files.folder()
         except ModelError as error:
             raise ModelError(
-                f"{self._files.name} is no folder or hub id that can be read here: let model.checkpoint name one of "
-                "what is served, whose tokenizer makes the prompts."
+                f"The tokenizer of what is served makes the prompts: let model.checkpoint name its folder or hub id. "
+                f"{error}"
             ) from error
         of_llama = (self._entry.get("meta") or {}).get("n_ctx")
         window = self.window or self._entry.get("max_model_len") or of_llama

@@ -218,8 +218,8 @@ class PaddedCache(LoopCache):
     def lend(self, layer: int, x: AttnInput) -> Tensor:
         if self.sealed and self._slots is not None:
             return self._slots.lend(layer, x)
-        # columns whose queries the model has left out
-        out, first = torch.zeros_like(x.q), x.k.shape[2] - x.q.shape[2]
+        out = x.q.new_zeros(*x.q.shape[:3], x.v.shape[3])
+        first = x.k.shape[2] - x.q.shape[2]  # columns whose queries the model has left out
         x = replace(x, k=x.k[:, :, first:], v=x.v[:, :, first:])
         for row, (member, tokens) in enumerate(zip(self._members, self._tokens, strict=True)):
             asked = tokens[tokens >= first] - first

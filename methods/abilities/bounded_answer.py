@@ -205,7 +205,7 @@ class CountedBound(AnswerBound, capturable=True, of_each={}):
     def before_step(self) -> None:
         super().before_step()
         assert self.bound is not None
-        if self.overwrites and self.store.length == self.bound.most - 1:
+        if self.store.length == self.bound.most - 1 and self.overwrites:
             self.layer.keeps.overwrite()
             self.layer.acting = [state for state in self.layer.acting if state is not self]
 

@@ -42,6 +42,7 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
     weights: ChoiceWeights | None = None
     age = 0  # further steps that the last choice has served
     arrival: Arrival[Segment] | None = None  # rows of a choice that is known, but not read yet
+    lends = False  # whether it chooses for a layer that borrows, whose tokens are not counted
 
     @abstractmethod
     def split(self, budget: int) -> PlanT:
@@ -106,11 +107,8 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
         if self.plan is None:
             return super().lend(x)
         other = copy(self)
-        other.rows = None
-        if self.weights is not None:
-            other.weights = copy(self.weights)
-            assert self.weights.choices_read is not None
-            other.weights.choices_read = torch.zeros_like(self.weights.choices_read)
+        other.rows, other.lends = None, True
+        other.weights = copy(self.weights)
         return other.read(x, self.plan)
 
     def send_for(self, rows: Tensor, slots: Tensor | None = None) -> None:
@@ -196,7 +194,7 @@ class Read(Policy, ABC, Generic[PlanT], capturable=True):
                 self.check_choice(self.rows, top)
         else:
             self.age += 1
-        if self.weights is not None:
+        if self.weights is not None and not self.lends:
             self.weights.count()
         return self.rows
 

@@ -180,7 +180,7 @@ class SlotsCache(KVCache):
         return out
 
     def lend(self, layer: int, x: AttnInput) -> Tensor:
-        out = torch.empty_like(x.q)
+        out = x.q.new_empty(*x.q.shape[:3], x.v.shape[3])
         for group in self._groups[layer]:
             own = _rows_of(x, group.rows)
             if group.layer is not None:
