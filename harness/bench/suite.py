@@ -45,9 +45,10 @@ def plan(options: argparse.Namespace) -> dict[str, tuple[float, list[str]]]:
 
 
 def complete(folder: Path) -> bool:
-    """Return whether a benchmark has measured all of its rows."""
-    made = output.result_in(folder) or {"status": "not begun"}
-    return made["status"] == "complete" and not made["left_out"]
+    """Return whether a benchmark has tried all of its rows, and measured one at least."""
+    made = output.result_in(folder) or {"rows": []}
+    measured = any("error" not in row for row in made["rows"])
+    return measured and made["status"] == "complete" and not made["left_out"]
 
 
 def work(options: argparse.Namespace, until: float) -> None:
