@@ -34,6 +34,7 @@ from harness.engine.trial import LayerTrial, by_token, goes_by_token, trial, uns
 from harness.models import probe
 from harness.models.base import ORIGINAL, is_listed
 from harness.models.devices import current
+from harness.models.indexers import IndexOf, choosing_nothing, indexer_of, is_indexed
 from harness.models.latents import Latent, is_latent, unexpanded
 from harness.models.layer_kinds import layer_kinds
 from harness.models.state_modules import Run, StateModule, called_by, state_modules
@@ -42,6 +43,8 @@ from methods.base import AttnInput, LayerSpec
 NAME = "kv_harness"
 # a call -> its keywords
 PrepareCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], dict[str, Any]]
+# stands for the mask where a model with indexers takes parts of one
+_NO_MASK = torch.empty(1, 1, 1, 1)
 # attention modules of classes not listed
 _TRIED: WeakKeyDictionary[nn.Module, LayerTrial] = WeakKeyDictionary()
 # modules whose state goes on by one token at a time
@@ -76,6 +79,7 @@ def _attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
+    indices: IndexOf | None = None,
     **passed: Any,
 ) -> tuple[Tensor, None]:
     """Attend through the KV cache that the call brings, in the place of transformers' own attention
@@ -87,7 +91,7 @@ def _attention(
         raise UnsupportedError(
             f"{type(module).__name__} passes {', '.join(named)}, which this engine would ignore."
         )
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask is not _NO_MASK:
         raise UnsupportedError(
             "A custom attention mask was given: only plain causal attention is supported."
         )
@@ -117,7 +121,8 @@ def _attention(
     if (latent := kv_call.latent) is not None:
         query, (key, value) = latent.query(query), latent.rows(key, value)
     query, key = map(kv_call.pairing.in_halves, (query, key))
-    x = AttnInput(query, key, value, *kv_call.rotation, kv_call.hidden, cache.num_tokens)
+    told = (*kv_call.rotation, kv_call.hidden, cache.num_tokens)
+    x = AttnInput(query, key, value, *told, index=indices)
     attend = cache.lend if kv_call.borrows else cache.attend
     with current(query.device):
         out = attend(kv_call.layer, x)
@@ -177,7 +182,8 @@ def _before_attention(
         given = unturned(hidden, pairing.width)
     rotation = _rotation(module, pairing, given)
     call = _Call(cache, layer, borrows, hidden, rotation, pairing, latent)
-    return args, {**kwargs, "kv_call": call}
+    mask = {"attention_mask": _NO_MASK} if is_indexed(module) else {}
+    return args, {**kwargs, "kv_call": call, **mask}
 
 
 class _Forwards:
@@ -256,6 +262,7 @@ def routed(model: PreTrainedModel, prepare: PrepareCall | None = None) -> Iterat
         pairings, modules = channel_pairings(model), attention_modules(model)
         undo.enter_context(called_by(state_modules(model), _advance_state))
         undo.enter_context(unexpanded(modules))
+        undo.enter_context(choosing_nothing(modules))
         latents = [Latent(module) if is_latent(module) else None for module in modules]
         forwards = _Forwards(prepare, rotary)
         kinds = layer_kinds(model.config)
@@ -348,6 +355,7 @@ def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
             else sinks.detach().float(),
             rope_like=turns.index(turns[index]),  # the first that rotates as it does
             borrowers=borrowers,
+            indexer=indexer_of(module),
         )
         for index, (module, pairing, window, borrowers) in enumerate(
             zip(modules, pairings[: len(modules)], kinds.windows, kinds.borrowers, strict=True)
@@ -485,8 +493,9 @@ class LatentProjection:
     def __init__(self, module: nn.Module, pairing: Pairing) -> None:
         self.module: Any = module
         self.latent, self.finish = Latent(module), _after_rotation(module)
-        # DeepSeek-V3's rotation takes neighbours and leaves halves
-        neighbours = pairing.neighbours or getattr(module.config, "rope_interleave", False)
+        # DeepSeek-V3's rotation takes neighbours and leaves halves, and V3.2's config does not say so
+        interleaved = getattr(module.config, "rope_interleave", is_indexed(module))
+        neighbours = pairing.neighbours or interleaved
         self.pairing = pairing._replace(neighbours=neighbours)
 
     def __call__(self, hidden: Tensor) -> Tensor:

@@ -299,7 +299,8 @@ def _row(x: AttnInput, row: int, tokens: Tensor, start: int) -> AttnInput:
     own = slice(row, row + 1)
     q, k, v = (part[own].index_select(2, tokens) for part in (x.q, x.k, x.v))
     cos, sin, hidden = (part[own].index_select(1, tokens) for part in (x.cos, x.sin, x.hidden))
-    return AttnInput(q, k, v, cos, sin, hidden, start)
+    index = None if x.index is None else x.index.part(own, tokens)
+    return AttnInput(q, k, v, cos, sin, hidden, start, index=index)
 
 
 class LoopCalls:

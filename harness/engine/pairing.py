@@ -25,6 +25,9 @@ from kernels.rope import halves, rotate
 
 FUNCTION = "apply_rotary_pos_emb"  # transformers' name for it in the file of each model
 COMPLEX = "apply_rotary_emb"  # and of the one that takes complex numbers (DeepSeek-V2)
+LEAVING = (
+    "apply_rotary_pos_emb_interleave"  # and of the one that takes neighbours and leaves halves
+)
 POSITIONS = (1, 7, 77)  # at which a model is asked how it rotates
 
 
@@ -91,6 +94,10 @@ def _turned(attention: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor
     if turn is not None and x.shape[-1] == 2 * cos.shape[-1]:
         return turn(x, x, torch.complex(cos, sin))[0]
     apply: Any = next((names[FUNCTION] for names in named if FUNCTION in names), None)
+    leaving: Any = next((names[LEAVING] for names in named if LEAVING in names), None)
+    if apply is None and leaving is not None:  # GLM-5 has it alone
+        x = x.unflatten(-1, (2, -1)).mT.flatten(-2)
+        apply = leaving
     if apply is None:
         return None
     for width, both in product((x.shape[-1], cos.shape[-1]), (True, False)):

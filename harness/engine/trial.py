@@ -19,8 +19,9 @@ from harness.engine.pairing import Pairing
 from harness.engine.rotation import grid, own_rotary, unturned
 from harness.engine.states import fresh_states
 from harness.models.base import WINDOW
+from harness.models.indexers import indexers, ranks_otherwise
 from harness.models.layer_kinds import layer_kinds
-from harness.models.probe import Call, Heads, ProbeError, as_pair, probe
+from harness.models.probe import REFUSED, Call, Heads, ProbeError, as_pair, probe
 from harness.models.state_modules import Run, StateModule
 from kernels.rope import rotate, unrotate
 from methods.base.request import QUERIES, ROTATION
@@ -72,6 +73,9 @@ def trial(
     finally:
         if rotary is not None:
             decoder.rotary_emb = rotary
+    for call in calls:
+        if any(ranks_otherwise(own, as_pair(call.rotation)) for own in indexers([call.module])):
+            raise unsupported(model, ProbeError(REFUSED["index_topk_blocks"]))
     return [
         _tried(call, pairing, project, torch.tensor(places))
         for call, pairing in zip(calls, pairings, strict=True)

@@ -143,6 +143,7 @@ def shapes(info: ModelInfo, device: str | None = None) -> list[LayerSpec]:
                 _not_loaded,
                 value_dim=None if heads.value_dim == heads.head_dim else heads.value_dim,
                 values_in_keys=heads.in_keys,
+                indexer=heads.indexer,
                 window=window,
                 rope_like=like,
                 borrowers=borrowed,

@@ -14,6 +14,7 @@ from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from harness.models.indexers import choosing_nothing, indexer_of, is_indexed
 from harness.models.latents import Latent, is_latent, unexpanded
 from harness.models.layer_kinds import layer_kinds
 from harness.models.state_modules import Run, StateModule, called_by, is_attention, state_modules
@@ -21,6 +22,8 @@ from harness.models.state_modules import Run, StateModule, called_by, is_attenti
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from methods.base import Indexer
 
 NAME = "kv_harness_probe"
 LONGEST = 20  # masks are compared at positions up to 2 to the power of this
@@ -34,7 +37,6 @@ MEANINGS = {
 }
 REFUSED = {  # what a value in a model's config says that it does and that the engine cannot do
     "attn_logit_softcapping": "caps its attention logits",
-    "index_topk": "reads only what an indexer of its own chooses (trained sparse attention)",
     "index_topk_blocks": "reads only what an indexer of its own chooses (trained sparse attention)",
     "use_bidirectional_attention": "attends to later tokens too (it embeds texts, or sees images whole)",
     "attention_chunk_size": "attends within chunks of the text",
@@ -57,6 +59,7 @@ class Heads(NamedTuple):
     head_dim: int
     value_dim: int  # channels of a value
     in_keys: bool = False  # values are the last channels of keys (latent attention)
+    indexer: Indexer | None = None  # how the model itself chooses what it reads
 
     @property
     def row_channels(self) -> int:
@@ -86,6 +89,7 @@ class Call(NamedTuple):
             self.query.shape[3],
             self.value.shape[3],
             is_latent(self.module),
+            indexer_of(self.module),
         )
 
     def own_values(self) -> Tensor:
@@ -163,7 +167,11 @@ def probe(
             raise ProbeError(f"{reason} (layer {index}, {type(call.module).__name__})")
     for slides in (False, True):
         pairs = zip(calls, kinds.sources.values(), strict=True)
-        divided = {call.heads for call, source in pairs if (windows[source] is not None) is slides}
+        divided = {
+            call.heads._replace(indexer=None)  # which some of GLM-5's layers share
+            for call, source in pairs
+            if (windows[source] is not None) is slides
+        }
         if len(divided) > 1:
             sizes = ", ".join(
                 f"{x.num_heads}/{x.num_kv_heads} heads of {x.head_dim}" for x in sorted(divided)
@@ -201,6 +209,10 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
         raise ProbeError(
             "compresses keys and values together (multi-head latent attention, MLA) in a way of its own"
         )
+    if getattr(model.config, "index_topk", None) and not all(
+        map(is_indexed, filter(None, modules))
+    ):
+        raise ProbeError(REFUSED["index_topk_blocks"])
     if not modules or None in modules:
         names = vars(sys.modules[type(model).__module__])
         if any("alibi" in name for name in names) and getattr(model.config, "alibi", True):
@@ -292,7 +304,8 @@ def _noted(
     try:
         model.set_attn_implementation(NAME)
         with (
-            next(model.parameters()).device, torch.no_grad(), _without_states(model, cache), unexpanded(modules)
+            next(model.parameters()).device, torch.no_grad(), _without_states(model, cache), unexpanded(modules),
+            choosing_nothing(modules),
         ):  # fmt: skip
             ids, at = torch.full((1, len(places)), token), torch.tensor([places])
             # a tensor, not 1: all tokens then pass through layers that borrow, and not the last alone
@@ -372,7 +385,8 @@ def _unlike(call: Call, window: int | None, masks: Mapping[int, tuple[Tensor, An
     if heads % groups or shapes[1][2:] != shapes[0][2:] or shapes[2][:3] != shapes[1][:3]:
         return "has queries {}, keys {} and values {}".format(*shapes)
     passed = {name: given for name, given in call.keywords.items() if given is not None}
-    for name in sorted(passed.keys() - PASSED):
+    known = PASSED | {"indices"} if is_indexed(call.module) else PASSED
+    for name in sorted(passed.keys() - known):
         return MEANINGS.get(name, f"passes {name} to its attention")
     module: Any = call.module
     if passed.get("dropout"):

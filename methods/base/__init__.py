@@ -17,7 +17,7 @@ from methods.base.method import (
     paper_differs,
     refuse_other_than_method,
 )
-from methods.base.request import AttnInput, LayerSpec, NextRow, Request
+from methods.base.request import AttnInput, Index, Indexer, LayerSpec, NextRow, Request
 from methods.base.state import CacheState, Checks
 from methods.budget import Budget, BudgetError, PaperBudget, Plan, check_layers
 
@@ -33,6 +33,8 @@ __all__ = [
     "Cost",
     "CostError",
     "Grids",
+    "Index",
+    "Indexer",
     "KVLayer",
     "LayerSpec",
     "LayerWorkload",

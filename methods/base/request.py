@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,27 @@ from methods.tiers.tier import DEVICE
 ROTATION = "how the model rotates keys by position"  # `LayerSpec.rope`
 QUERIES = "how the model computes queries"  # `LayerSpec.project_query`
 _ANY_LENGTH = 2**40  # tokens: more than any cache holds
+
+
+class Indexer(NamedTuple):
+    """Describe how a layer of the model chooses tokens itself (trained sparse attention, DSA)."""
+
+    heads: int  # Hi
+    channels: int  # Di, of an index key
+    top: int  # how many tokens each query was trained to read
+    own: bool  # False: it reads what the layer before it has chosen
+
+
+class Index(Protocol):
+    """Hold what a model's indexer gives for the new tokens of one attention call. The score of a token
+    is the sum over heads of `weights` times the products of `q` and its key, negative ones as 0."""
+
+    q: Tensor  # [B Hi T Di], rotated
+    k: Tensor  # [B 1 T Di], rotated
+    weights: Tensor  # [B Hi T], fp32
+
+    def part(self, rows: Tensor | slice, tokens: Tensor | None = None) -> Index:
+        """Return that of the sequences `rows`, and of their `tokens` [N] alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +79,7 @@ class LayerSpec:
     # values are the last Dv channels of keys and are stored with them alone (latent attention)
     values_in_keys: bool = False
     borrowers: int = 0  # further layers of the model that attend to this layer's keys and values
+    indexer: Indexer | None = None  # None: the model chooses nothing itself
 
     @property
     def group(self) -> int:
@@ -142,6 +164,7 @@ class AttnInput:
     start: int  # position of the first new token
     # k and v are in the layer's store already, in the row that `KVLayer.next_row` named
     stored: bool = False
+    index: Index | None = None  # where the layer has an `Indexer`
 
 
 class NextRow(NamedTuple):

@@ -408,6 +408,6 @@ def _forms(member: KVCache, reasons: Sequence[str | None]) -> Hashable:
 def _rows_of(x: AttnInput, rows: Tensor | slice) -> AttnInput:
     """Return the attention input of some of the sequences, those at `rows` of the batch. Each row
     has its own positions, so all parts of x are [B ...]."""
-    return AttnInput(
-        x.q[rows], x.k[rows], x.v[rows], x.cos[rows], x.sin[rows], x.hidden[rows], x.start
-    )
+    index = None if x.index is None else x.index.part(rows)
+    parts = (part[rows] for part in (x.q, x.k, x.v, x.cos, x.sin, x.hidden))
+    return AttnInput(*parts, x.start, index=index)
