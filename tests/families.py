@@ -76,13 +76,14 @@ MORE = {  # that the suite takes with fewer methods, or by tests of their own
     "OLMo Hybrid": "olmo_hybrid",
     "DeepSeek V2": "deepseek_v2",
     "DeepSeek V3, R1; Kimi K2": "deepseek_v3",
+    "DeepSeek V3.2": "deepseek_v32",
+    "GLM-5": "glm_moe_dsa",
     "GLM-4.7-Flash": "glm4_moe_lite",
     "Mistral 4": "mistral4",
     "MiniCPM3": "minicpm3",
     "Kimi Linear": "kimi_linear",
 }
 NONE_RUNS = {  # families that every method is refused on -> a kind that transformers builds of its own numbers
-    "DeepSeek V3.2, GLM-5": "deepseek_v32",
     "MiniMax-M3": "minimax_m3_vl_text",
     "Gemma 2": "gemma2",
     "Llama 4": "llama4_text",
@@ -90,7 +91,8 @@ NONE_RUNS = {  # families that every method is refused on -> a kind that transfo
     "BLOOM, MPT": "bloom",
     "OPT": "opt",
 }
-METHODS = list({type(small(name)): name for name in reversed(NAMES) if name != "kvpress"}.values())[::-1]
+OWN = {type(small(name)): name for name in reversed(NAMES) if name != "kvpress"}
+METHODS = [*reversed(OWN.values()), "dsa"]
 LENGTHS, CHUNK, SHARE, NEW = (61, 47, 80), 19, 0.4, 8
 TABLE = Path(__file__).parents[1] / "results" / "published" / "families.csv"
 REFUSALS = (BudgetError, ModelError, UnsupportedError)

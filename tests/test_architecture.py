@@ -66,8 +66,8 @@ EVALS_KNOWN_TO_THE_HARNESS = (
     "evals.base", "evals.data", "evals.haystack", "evals.hub", "evals.multiturn", "evals.stats",
 )  # fmt: skip
 METHODS_KNOWN_TO_THE_HARNESS = (
-    "methods.abilities", "methods.base", "methods.budget", "methods.full", "methods.layers", "methods.pools",
-    "methods.tiers",
+    "methods.abilities", "methods.base", "methods.budget", "methods.dsa", "methods.full", "methods.layers",
+    "methods.pools", "methods.tiers",
 )  # fmt: skip
 PACKAGES = ("kernels", "methods", "evals", "harness")
 METHOD_ROOMS = (

@@ -128,10 +128,13 @@ YARN: dict[str, Any] = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+INDEXED: dict[str, Any] = {"index_n_heads": 8, "index_head_dim": 16, "index_topk": 512}  # which covers short prompts
 LATENT: dict[str, dict[str, Any]] = {  # keys and values of a token are one latent
     "deepseek_v2": MLA | ROUTED | {"q_lora_rank": None, "topk_method": "greedy", "rope_parameters": YARN},
     "deepseek_v3": MLA | ROUTED | {"rope_parameters": YARN},
     "glm4_moe_lite": MLA | ROUTED | {"n_group": 1, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "deepseek_v32": MLA | ROUTED | INDEXED | {"rope_parameters": YARN},
+    "glm_moe_dsa": MLA | ROUTED | INDEXED | {"n_group": 1, "indexer_types": ["full", "shared", "full"]},
     "minicpm3": MLA,
     "kimi_linear": MLA
     | FEW

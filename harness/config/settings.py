@@ -192,9 +192,9 @@ class Settings:
 
     budget: int | float | str | None = setting(
         0.2,
-        "prompt tokens that a selecting head may read per step: a share (0.2) or a number (512); of TOVA and R-KV, "
-        "rows of prompt and answer; 64MiB: the bytes that keys, values and index of a sequence may take on the device, "
-        "in any codec",
+        "prompt tokens that a selecting head may read per step: a share (0.2) or a number (512); of TOVA, R-KV and "
+        "DSA, rows of prompt and answer; 64MiB: the bytes that keys, values and index of a sequence may take on the "
+        "device, in any codec",
         READ,
         neutral=None,
         after_prefill=True,

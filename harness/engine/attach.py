@@ -84,13 +84,6 @@ class Attachment:
             raise ValueError(
                 f"{name} keeps nothing on the {placement}: use placement=device with it."
             )
-        given = budget if isinstance(budget, Budget) or budget is None else Budget(budget)
-        if given is None:
-            method.check(None)
-        self.budget = given if method.uses_budget else None
-        of_options = (*asked(self.budget, self.options.codec), *self.options.abilities)
-        self.abilities = tuple(dict.fromkeys(of_options))  # some may be among both
-        refuse(method, self.abilities)
         # without placement, only a store of conversations moves rows
         self.ahead = self.options.overlap and placement != DEVICE
         self.engine = shared_engine(model.device)
@@ -102,6 +95,14 @@ class Attachment:
         self.rotary = text_rotary(model)
         self.specs = whole_layers(self.model_specs)  # the layers that the method serves
         method.refuse_model(self.specs)
+        given = method.trained_budget(self.specs[0]) if budget is None else budget
+        given = given if isinstance(given, Budget) or given is None else Budget(given)
+        if given is None:
+            method.check(None)
+        self.budget = given if method.uses_budget else None
+        of_options = (*asked(self.budget, self.options.codec), *self.options.abilities)
+        self.abilities = tuple(dict.fromkeys(of_options))  # some may be among both
+        refuse(method, self.abilities)
         for one in self.abilities:
             one.check_model(self.specs[0])
         method.require_known(self.specs)

@@ -5,8 +5,9 @@ numbers are compared all the same, once for each revision, dtype and version: on
 the first prompt, Full, with the prompt in chunks, is held against `generate`. How much of a
 difference rounding explains is measured, because a mixture of experts in 16 bits may send a token
 to other experts for one bit. A copy in fp32, where memory has room for one, shows what rounding in
-16 bits would hide. The result stays in the user's cache, so that later processes need not compute
-it again."""
+16 bits would hide. A model with indexers reads all tokens for that, and then, under DSA, half as many
+as there are. The result stays in the user's cache, so that later processes need not compute it
+again."""
 
 from __future__ import annotations
 
@@ -23,13 +24,17 @@ from torch import Tensor
 
 from harness.engine.attach import attached
 from harness.engine.engine import Engine
+from harness.engine.hf import attention_modules
 from harness.jobs.machine import free_bytes
 from harness.models.base import DTYPES, LoadedModel, ModelError, is_listed
+from harness.models.indexers import indexers, reading
 from harness.models.snapshots import cache_root
 from harness.results.files import digest, read_json, write_json
 from harness.results.identity import CORE_VERSION
 from harness.results.records import StoreError
 from harness.terminal.notices import say_once
+from methods.base import Method
+from methods.dsa import DSA
 from methods.full import Full
 
 PROMPT_TOKENS, NEW_TOKENS, CHUNK = 512, 8, 192
@@ -102,12 +107,22 @@ def _has_room_for_fp32(model: Any) -> bool:
     return free is not None and COPY_BYTES * sum(weight.numel() for weight in weights) <= free
 
 
-@torch.inference_mode()
 def _compared(loaded: LoadedModel, prompt: Sequence[int], dtype: str) -> dict[str, Any]:
-    room = loaded.window - NEW_TOKENS
+    room, modules = loaded.window - NEW_TOKENS, attention_modules(loaded.model)
     ids = torch.tensor([prompt[: min(PROMPT_TOKENS, room)]], device=loaded.model.device)
+    with reading(modules, loaded.window):
+        outcome = _under(Full(), loaded, ids, dtype)
+    if indexers(modules):
+        with reading(modules, max(1, ids.shape[1] // 2)):
+            outcome["difference_of_choice"] = _under(DSA(), loaded, ids, dtype)["difference"]
+    return outcome
+
+
+@torch.inference_mode()
+def _under(method: Method, loaded: LoadedModel, ids: Tensor, dtype: str) -> dict[str, Any]:
+    """Return how the engine under `method` compares with `generate` on ids [1 S]."""
     theirs, answer = _of_generate(loaded.model, ids)
-    ours = _of_engine(loaded.model, ids, answer)
+    ours = _of_engine(method, loaded.model, ids, answer)
     spread = (theirs - theirs.mean(-1, keepdim=True)).norm()
     difference, noise = (
         float((other - theirs).norm() / spread)
@@ -165,10 +180,10 @@ def _in_one_forward(model: Any, ids: Tensor, answer: Tensor) -> Tensor:
     return logits[0].float()
 
 
-def _of_engine(model: Any, ids: Tensor, answer: Tensor) -> Tensor:
-    """Return the logits [N V] with which our engine, under Full, would choose each of the N tokens
+def _of_engine(method: Method, model: Any, ids: Tensor, answer: Tensor) -> Tensor:
+    """Return the logits [N V] with which our engine, under `method`, would choose each of the N tokens
     of `answer` to ids [1 S]."""
-    with attached(model, Full()) as kv:
+    with attached(model, method) as kv:
         engine = Engine(kv, prefill_chunk=CHUNK)
         cache = engine.cache(ids, len(answer))
         logits = [engine.prefill(cache, ids, whole=True)]

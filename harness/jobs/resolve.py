@@ -78,6 +78,8 @@ def resolve(wanted: Settings, given: Method, info: ModelInfo) -> Resolved:
     method = given.with_windows(**vars(wanted.windows))
     if wanted.comm is not None:
         method = method.at_communication(wanted.comm, info.head_dim)
+    if wanted.budget is None:
+        wanted = replace(wanted, budget=method.trained_budget(shapes(info)[0]))
     _check_method(wanted, method, info)
     on_gpu = device != "cpu"
     changes: dict[str, Any] = {
@@ -212,7 +214,8 @@ def _idle(settings: Settings, method: Method) -> Iterator[tuple[list[str], str]]
 
 def chunked(settings: Settings, method: Method) -> Iterator[str]:
     """Yield a sentence if chunks of a prompt change what the method computes."""
-    if settings.prefill_chunk is not None and not method.dense_prefill:
+    alike = method.by_query and isinstance(settings.budget, int) and settings.budget_rule == "read"
+    if settings.prefill_chunk is not None and not (method.dense_prefill or alike):
         yield (
             f"prefill_chunk={settings.prefill_chunk} changes what {type(method).__name__} computes of longer prompts: "
             "each chunk attends by the budget of the tokens so far"
@@ -242,17 +245,17 @@ def _notes(wanted: Settings, method: Method) -> Iterator[str]:
 
 def _check_method(settings: Settings, method: Method, info: ModelInfo) -> None:
     """Raise if the settings, the method and the model do not go together."""
-    if method.uses_budget and settings.budget is None:
-        raise SettingsError(
-            f"budget=null leaves {type(method).__name__} without a budget: set budget=1.0 for the whole prompt, or "
-            "less."
-        )
     if method.calibration_tokens > MOST:
         raise SettingsError(
             f"method.calibration_tokens={method.calibration_tokens} is too many: set at most {MOST}."
         )
     with plugins.naming("method", plugins.describe(method)):
         method.refuse_model(shapes(info))
+    if method.uses_budget and settings.budget is None:
+        raise SettingsError(
+            f"budget=null leaves {type(method).__name__} without a budget: set budget=1.0 for the whole prompt, or "
+            "less."
+        )
     check_layers("dense_layers", settings.dense_layers, info.num_whole_layers)
     if settings.codec is not None and not KeptCodec.refusal(method):
         try:
@@ -292,7 +295,7 @@ def resolve_for_examples(
     if settings.questions == "shared" and all(len(group) == 1 for group in by_context(items)):
         say_once("questions=shared changes nothing here: no two examples have the same context")
         settings = replace(settings, questions="separate")
-    settings = _conversations(settings, task, items, info)
+    settings = _conversations(settings, task, items, info, method)
     if settings.fidelity and any(turn.thought and turn.thought.prefix for turn in turns):
         raise SettingsError(
             f"fidelity={settings.fidelity} compares tokens that the model chose, and thinking={settings.thinking} "
@@ -353,21 +356,30 @@ def _notes_here(settings: Settings, task: Task, items: Sequence[PreparedExample]
         yield "protocol=context changes nothing here: no question follows a context"
 
 
-def _recomputing(settings: Settings, info: ModelInfo) -> Settings:
-    """Return the settings with the one way in which a hybrid model's history is cut: its text is, and
-    the rest of it computed anew."""
-    overflow = settings.overflow
-    if not overflow.window or overflow.by == "truncate_tokens" or info.states == NO_STATES:
+def _recomputing(settings: Settings, info: ModelInfo, method: Method) -> Settings:
+    """Return the settings with the one way in which the history of a hybrid model, or of a method that
+    says so, is cut: its text is, and the rest of it computed anew."""
+    overflow, stays = settings.overflow, info.states == NO_STATES and method.truncates
+    if not overflow.window or overflow.by == "truncate_tokens" or stays:
         return settings
+    keeps = (
+        f"{info.name} keeps states"
+        if method.truncates
+        else f"{type(method).__name__} keeps an index"
+    )
     say_once(
-        f"overflow.by={overflow.by} computes what is left anew, as truncate_tokens does: {info.name} keeps states, "
+        f"overflow.by={overflow.by} computes what is left anew, as truncate_tokens does: {keeps}, "
         "which cannot lose the oldest tokens"
     )
     return replace(settings, overflow=replace(overflow, by="truncate_tokens"))
 
 
 def _conversations(
-    settings: Settings, task: Task, items: Sequence[PreparedExample], info: ModelInfo
+    settings: Settings,
+    task: Task,
+    items: Sequence[PreparedExample],
+    info: ModelInfo,
+    method: Method,
 ) -> Settings:
     """Return the settings without `history` and `overflow` if no example has a second turn, and
     without `overflow` if every conversation fits into the window. Raise `SettingsError` for
@@ -408,7 +420,7 @@ def _conversations(
         if all(sum(turn.tokens for turn in item.turns) <= window for item in items):
             say_once(f"overflow.window={window} changes nothing here: every conversation fits")
             settings = replace(settings, overflow=OverflowSettings())
-    settings = _recomputing(settings, info)
+    settings = _recomputing(settings, info, method)
     for tier, room in store.capacities.items() if history == "store" else ():
         if 0 < room < info.kv_bytes(settings.dtype, 1):
             raise SettingsError(

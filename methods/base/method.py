@@ -75,10 +75,14 @@ class Method(metaclass=_TupleForList):
     uses_budget: ClassVar[bool] = True
     # the prompt's outputs equal Full's, so prefills can be shared
     dense_prefill: ClassVar[bool] = True
+    # each query of a prompt reads what it would read in a step: chunks change nothing under a budget of so many tokens
+    by_query: ClassVar[bool] = False
     # a layer seals as soon as its prompt is complete, wherever its rows lie
     closes_early: ClassVar[bool] = False
     # from turn to turn, keys and values stay as the model computed them
     rows_stay: ClassVar[bool] = False
+    # what it holds can lose the oldest tokens of a history
+    truncates: ClassVar[bool] = True
     # those that it has whatever the settings (methods/abilities)
     abilities: ClassVar[tuple[Ability, ...]] = ()
     # those that settings give it: None, or the reason for which it cannot have one
@@ -120,6 +124,11 @@ class Method(metaclass=_TupleForList):
         """Return how many tokens of calibration text `prepare` observes at most; 0 if the method
         needs no calibration."""
         return 0
+
+    def trained_budget(self, spec: LayerSpec) -> int | None:
+        """Return the budget that a model with layers like `spec` was trained with, which holds where
+        nobody names another; None if there is none, so that one must be named."""
+        return None
 
     def paper_tokens(self, budget: Callable[[int], int], sealed: int) -> int:
         """Return how many of `sealed` prompt tokens a KV head reads when the budget is counted as
@@ -203,12 +212,12 @@ class Method(metaclass=_TupleForList):
                 f"{type(self).__name__} does not run on latent attention (MLA), for {self.no_latents}: choose another "
                 "method, such as SnapKV or Quest."
             )
+        self.check_model(specs[0])
         if not self.dense_prefill and any(spec.borrowers for spec in specs):
             raise ValueError(
                 f"{type(self).__name__} computes a prompt by what a layer's own queries choose, and other layers of "
                 "this model read its keys and values: choose a method that computes prompts as Full does, as SnapKV."
             )
-        self.check_model(specs[0])
 
     def check_model(self, spec: LayerSpec) -> None:
         """Raise `ValueError` if a parameter does not suit a model with layers like `spec`; no

@@ -75,6 +75,8 @@ def test_a_method_runs_or_says_why_not(family: str, name: str) -> None:
     refused, why = REFUSED.get(family, ((), ""))
     if family in (*LATENT, "mistral4") and (reason := method_of(name).no_latents):
         refused, why = (name,), re.escape(reason)
+    if name == "dsa" and family not in ("deepseek_v32", "glm_moe_dsa"):
+        refused, why = (name,), "this model has none"
     if name in refused:
         with pytest.raises(ValueError, match=why):
             families.faults(family, name)

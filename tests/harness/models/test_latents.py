@@ -185,6 +185,8 @@ V2 = {"num_hidden_layers": 27, "num_attention_heads": 16, "q_lora_rank": None} |
 }  # fmt: skip
 REAL: dict[str, tuple[str, dict[str, Any]]] = {  # as docs/comparison.md says -> what is not transformers' default
     "DeepSeek V3, R1": ("deepseek_v3", {}),
+    "DeepSeek V3.2": ("deepseek_v32", {}),
+    "GLM-5": ("glm_moe_dsa", {}),
     "Kimi K2": ("deepseek_v3", {"num_attention_heads": 64, "num_key_value_heads": 64}),
     "DeepSeek V2-Lite": ("deepseek_v2", V2),
     "GLM-4.7-Flash": ("glm4_moe_lite", {}),
@@ -201,7 +203,7 @@ def bytes_of(kind: str, own: dict[str, Any]) -> tuple[float, float | None]:
     """KV bytes of a token in 16 bits, by a published config; and if keys and values were expanded."""
     config = AutoConfig.for_model(kind, **own)
     layers = len(layer_kinds(config).attending)
-    few = {"num_hidden_layers": 2, "n_routed_experts": 8, "num_experts": 8, "num_local_experts": 8}
+    few = {"num_hidden_layers": 2, "n_routed_experts": 16, "num_experts": 16, "num_local_experts": 16}
     few |= {"mlp_layer_types": ["dense", "sparse"], "layer_types": (getattr(config, "layer_types", None) or [])[-2:]}
     short = AutoConfig.for_model(kind, **own | {name: few[name] for name in few if hasattr(config, name)})
     windows = layer_kinds(short).windows

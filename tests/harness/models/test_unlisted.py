@@ -160,7 +160,7 @@ def test_a_model_of_ones_own_is_refused_by_what_it_does_and_never_runs_by_blocks
             EXPERTS | LATENT | {"num_key_value_heads": 8},
             r"\(multi-head latent attention, MLA\) in a way of",
         ),
-        ("deepseek_v32", EXPERTS | LATENT | {"index_topk": 16}, "what an indexer of its own chooses"),
+        ("deepseek_v4", {"index_topk": 16}, "what an indexer of its own chooses"),
         ("llama", {"is_causal": False}, "attends to later tokens too"),  # listed classes, which are not tried otherwise
         ("gemma3_text", {"use_bidirectional_attention": True}, "attends to later tokens too"),
         ("laguna", EXPERTS | uneven, r"in several ways \(4/2 heads of 16, 8/2 heads of 16\)"),
@@ -311,7 +311,6 @@ def test_a_family_for_which_transformers_takes_the_class_of_another_runs(kind: s
 
 BY_PROBE: dict[str, str] = {
     "vaultgemma": "caps its attention logits",
-    "deepseek_v32": "update_indexer",
     "diffllama": "32 calls from 16 layers",
     "doge": "mask functions",
 }
@@ -335,7 +334,7 @@ def test_the_probe_runs_where_kvpress_has_wrapped_what_an_earlier_one_registered
 def test_the_probe_sees_masks_that_are_not_those_of_the_config() -> None:
     config = AutoConfig.for_model("starcoder2", **SHAPE | {"sliding_window": 24})
     model = on_meta(config, AutoModelForCausalLM.from_config)
-    assert [call.heads for call in probe(model, (24,) * 3)] == [(8, 2, 16, 16, False)] * 3
+    assert [call.heads for call in probe(model, (24,) * 3)] == [(8, 2, 16, 16, False, None)] * 3
     for windows in ((None,) * 3, (25,) * 3, (24, 23, 24)):
         with pytest.raises(ProbeError, match=r"see others than .* that its config names|all tokens up to its own"):
             probe(model, windows)
