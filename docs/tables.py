@@ -208,8 +208,9 @@ def beside(name: str) -> str:
 
 def families(name: str) -> str:
     """Return a Markdown table from the CSV file of this name: in one row the families of models on
-    which the same methods are refused, for the same reasons."""
+    which the same methods are refused, for the same reasons; without methods made for a few of them."""
     cells = pd.read_csv(PUBLISHED.parent / f"{name}.csv", index_col="family").astype(str)
+    cells = cells.loc[:, (cells == "runs").mean() > 0.1]
     alike: dict[str, list[str]] = {}
     for family, results in cells.iterrows():
         refused: dict[str, list[str]] = {}
