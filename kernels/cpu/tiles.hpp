@@ -45,7 +45,13 @@ inline f32 widen(const bf16* from) { return (f32)(__builtin_convertvector(load<H
 inline void narrow(float* to, f32 x) { store(to, x); }
 inline void narrow(bf16* to, f32 x) { store(to, __builtin_convertvector(rounded(x) >> 16, Half)); }
 inline void narrow(float* to, f32 a, f32 b) { store(to, a), store(to + LANES, b); }
-inline void narrow(bf16* to, f32 a, f32 b) { store(to, pack_neighbours(a, b)); }
+inline void narrow(bf16* to, f32 a, f32 b) {
+#if defined(__AVX512F__)
+    store(to, pack_neighbours(a, b));
+#else  // of two registers each, whose shuffles take twice as many steps
+    narrow(to, a), narrow(to + LANES, b);
+#endif
+}
 
 // Transposes sixteen rows of sixteen words.
 inline void transpose(u32* x) {
