@@ -16,7 +16,7 @@ import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from typing import Any
@@ -131,15 +131,15 @@ def code_of(*plugins: Any) -> dict[str, str]:
     for name in pending:  # grows
         file = None if name in hashes else _file(name)
         if file is not None:
-            hashes[name], imported = _read(file.read_bytes(), name, file.name == "__init__.py")
+            hashes[name], imported = parsed(file.read_bytes(), name, file.name == "__init__.py")
             pending += [
                 module for module in imported if not _is_core(module) and _is_own(module, packages)
             ]
     return dict(sorted(hashes.items()))
 
 
-@lru_cache(maxsize=256)
-def _read(source: bytes, name: str, is_package: bool) -> tuple[str, tuple[str, ...]]:
+@cache
+def parsed(source: bytes, name: str, is_package: bool) -> tuple[str, tuple[str, ...]]:
     """Return the hash of a module's code, and the names that it imports."""
     tree = ast.parse(source)
     package = name if is_package else name.rpartition(".")[0]

@@ -3,7 +3,6 @@ machine."""
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import os
 import platform
@@ -19,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from harness.results.identity import meaning
+from harness.results.identity import parsed
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("harness", "methods", "kernels", "evals")
@@ -63,35 +62,30 @@ def source_hash(root: Path = ROOT) -> str:
 def code_hash(module: str, root: Path = ROOT) -> str | None:
     """Return a hash over the code of a module and of all that it imports below `root`, with the C++
     that it builds, without comments, docstrings and layout; None if there is no such module."""
-    from modulefinder import ModuleFinder  # only here, because it takes a while to import
-
-    finder = ModuleFinder([str(root)])
-    try:
-        finder.import_hook(module)
-    except ImportError:
-        return None
-    found = (vars(one)["__file__"] for one in finder.modules.values())  # None: built in
-    files = {file for file in map(Path, filter(None, found)) if file.is_relative_to(root)}
-    files |= {
-        compiled
-        for file in files
-        if file.with_suffix(".cpp").is_file()
-        for compiled in (
-            file.with_suffix(".cpp"),
-            *file.parent.glob("*.hpp"),
-            *file.parent.glob("team.cpp"),
-        )
-    }
-    code = "\n".join(_code(file) for file in sorted(files))
-    return hashlib.sha256(code.encode()).hexdigest()[:12]
+    pending, code = [module], dict[Path, str]()
+    for name in pending:  # grows
+        file = source_file(name, root)
+        if file is None or file in code:
+            continue
+        code[file], imported = parsed(file.read_bytes(), name, file.name == "__init__.py")
+        pending += [name.rpartition(".")[0], *imported]
+        if file.with_suffix(".cpp").is_file():
+            shared = [*file.parent.glob("*.hpp"), *file.parent.glob("team.cpp")]
+            code |= {one: _compiled(one) for one in (file.with_suffix(".cpp"), *shared)}
+    text = "\n".join(code[file] for file in sorted(code))
+    return hashlib.sha256(text.encode()).hexdigest()[:12] if code else None
 
 
-def _code(file: Path) -> str:
-    """Return what a source file says to a compiler."""
-    text = file.read_text(encoding="utf-8")
-    if file.suffix == ".py":
-        return meaning(ast.parse(text))
-    return " ".join(PROSE.sub("", text).split())
+def source_file(module: str, root: Path) -> Path | None:
+    """Return the file of a module below `root`; None if there is none."""
+    place = root.joinpath(*module.split("."))
+    files = (place / "__init__.py", place.with_suffix(".py"))
+    return next((file for file in files if file.is_file()), None)
+
+
+def _compiled(file: Path) -> str:
+    """Return what a file of C++ says to a compiler."""
+    return " ".join(PROSE.sub("", file.read_text(encoding="utf-8")).split())
 
 
 def git() -> dict[str, Any]:
