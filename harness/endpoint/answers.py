@@ -16,9 +16,10 @@ from harness.prompts.prompt import Tokenizer, tokenize
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Hold what a server answered. `token_s`: seconds from the request until each token had come;
-    `usage`: the tokens that the server counted, if it says so."""
+    """Hold what a server answered. `began`: when it was asked (`perf_counter`); `token_s`: seconds from
+    then until each token had come; `usage`: the tokens that the server counted, if it says so."""
 
+    began: float
     text: str
     tokens: list[int]
     token_s: list[float]
@@ -64,7 +65,7 @@ def read_answer(
             came.append((pieces[-1][0], eos))
     stop = "length" if finish == "length" else "stop_string" if by_string else "eos"
     text, tokens = text[: min(found, default=None)], [token for _, token in came]
-    return Answer(text, tokens, list(_token_s(at - began for at, _ in came)), stop, usage)
+    return Answer(began, text, tokens, list(_token_s(at - began for at, _ in came)), stop, usage)
 
 
 def _token_s(came: Iterable[float]) -> Iterator[float]:

@@ -50,7 +50,7 @@ class Talk:
                 "repetition_penalty": 1.0,
                 "top_k": wanted.top_k or -1,
                 "ignore_eos": wanted.force_length,
-                "min_tokens": example.min_new_tokens,
+                "min_tokens": min(example.min_new_tokens, turn.new_tokens),
             }
         if self.model.engine == "vllm":
             body["return_token_ids"] = True

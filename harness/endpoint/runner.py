@@ -15,22 +15,25 @@ from threading import Lock
 from time import perf_counter, sleep
 from typing import Any
 
+import numpy as np
+
 from evals.base import Task
 from harness.config.settings import Settings
 from harness.endpoint.answers import Answer, costs_of, mean_nll, read_answer
 from harness.endpoint.client import ServerRefused
 from harness.endpoint.metrics import Metrics
-from harness.endpoint.requests import CHAT, PLAIN, Talk
+from harness.endpoint.requests import PLAIN, Talk
 from harness.endpoint.source import Endpoint
 from harness.jobs.examples import PreparedExample, asked_tokenizer
 from harness.jobs.likelihood import references
 from harness.jobs.questions import Failed
 from harness.jobs.replies import Rule, record_of, scored, stop_rule
+from harness.jobs.runner import WARMUP_TOKENS
 from harness.results.records import Record
 from methods.tiers.tier import TIERS, bytes_key
 
 MOST = 1024  # requests on their way under model.rate
-WARMUP = 64  # last tokens of a prompt: a whole one would stay in a prefix cache
+WARMUP = 64  # last tokens or characters of a prompt: a whole one would stay in a prefix cache
 COUNTED = ("prompt_tokens", "completion_tokens", "cached_tokens", "retries")
 OTHER_PROMPT = (
     "the server counted other prompt tokens than our tokenizer: its chat template, its first tokens or its tokenizer "
@@ -48,27 +51,32 @@ class Meter:
     that the seconds charged to all requests add up to it."""
 
     def __init__(self) -> None:
-        self._active, self._before, self._each = 0, 0.0, 0.0
-        self._lock = Lock()
+        self._active, self._lock = 0, Lock()
+        # when their number changed, and what a request was charged by then that was always there
+        self._times, self._charged = [0.0], [0.0]
 
     @contextmanager
-    def running(self, charged: list[float]) -> Iterator[None]:
-        """Add to `charged`, at the end, the seconds that a request is charged for this block."""
-        began = self._passed(1)
+    def running(self) -> Iterator[None]:
+        """Count a request as on its way within this block."""
+        self._count(1)
         try:
             yield
         finally:
-            charged.append(self._passed(-1) - began)
+            self._count(-1)
 
-    def _passed(self, more: int) -> float:
-        """Return the seconds that a request has been charged that was there from the beginning, and
-        count `more` requests from now on."""
+    def _count(self, more: int) -> None:
         with self._lock:
             now = perf_counter()
-            if self._active:
-                self._each += (now - self._before) / self._active
-            self._before, self._active = now, self._active + more
-            return self._each
+            each = (now - self._times[-1]) / self._active if self._active else 0.0
+            self._times.append(now)
+            self._charged.append(self._charged[-1] + each)
+            self._active += more
+
+    def share(self, start: float, end: float) -> float:
+        """Return the seconds from `start` to `end` (`perf_counter`) that are charged to a request that
+        was on its way all the while and has ended."""
+        with self._lock:
+            return float(np.diff(np.interp([start, end], self._times, self._charged))[0])
 
 
 @dataclass
@@ -90,6 +98,7 @@ class EndpointRunner:
         self.metrics = Metrics(self.client)
         self.tokenizer = asked_tokenizer(model.tokenizer(), settings)
         self.no_likelihood: str | None = None
+        self.weighed = False  # whether a right answer's likelihood has been measured
         if model.prompts != "ids":
             self.no_likelihood = f"model.prompts={model.prompts} has no token ids of a prompt"
         elif model.rate is not None or settings.batch > 1:
@@ -101,14 +110,14 @@ class EndpointRunner:
         return {"no_likelihood": self.no_likelihood} if self.settings.measures_likelihood else {}
 
     def warm_up(self, pending: Sequence[PreparedExample]) -> None:
-        """Send `warmup` short requests, whose answers are dropped."""
-        chat, given = self.model.prompts == "chat", self.model.prompts == "ids"
-        hello: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
+        """Send the first `warmup` requests with shorter prompts and answers, which are dropped."""
         for item in pending[: self.settings.warmup]:
-            ids = item.prompt.ids[-WARMUP:]
-            said = hello if chat else {"prompt": ids if given else self.tokenizer.decode(ids)}
-            body = {"model": self.model.name, "max_tokens": 4, "stream": True, **said}
-            self._answer(CHAT if chat else PLAIN, body, [])
+            path, body = self._talk().ask(replace(item, new_tokens=WARMUP_TOKENS))
+            if path == PLAIN:
+                body["prompt"] = body["prompt"][-WARMUP:]
+            for message in body.get("messages", ()):
+                message["content"] = message["content"][-WARMUP:]
+            self._answer(path, body)
 
     def answers(
         self, items: Iterable[PreparedExample], prefilled: Mapping[str, Any] | None = None
@@ -141,7 +150,7 @@ class EndpointRunner:
     def _asked(self, item: PreparedExample) -> Exchange:
         """Ask for the answers to an example, turn after turn, or how likely given ones are."""
         exchange, history = Exchange(item), 0
-        talk = Talk(self.model, self.settings, self.tokenizer)
+        talk = self._talk()
         for turn, then in zip_longest(item.turns, item.turns[1:]):
             request = talk.ask(turn)
             facts: dict[str, Any] = {}
@@ -157,12 +166,14 @@ class EndpointRunner:
         exchange.served |= self.metrics.look()
         return exchange
 
+    def _talk(self) -> Talk:
+        return Talk(self.model, self.settings, self.tokenizer)
+
     def _said(
         self, exchange: Exchange, talk: Talk, turn: PreparedExample, path: str, body: dict[str, Any]
     ) -> tuple[Answer, dict[str, Any]]:
         """Return the answer to a turn and its facts, and add to `exchange` what the server counted."""
-        charged = list[float]()
-        answer, retries = self._answer(path, body, charged)
+        answer, retries = self._answer(path, body)
         if not answer.tokens:
             raise ServerRefused("The server gave an empty answer, of which nothing is known.")
         usage = answer.usage
@@ -172,18 +183,18 @@ class EndpointRunner:
                 exchange.served[key] = exchange.served.get(key, 0) + said[key]
         if not exchange.turns and said.get("prompt_tokens") not in (None, len(turn.prompt.ids)):
             exchange.warnings.append(OTHER_PROMPT)
-        second, last = answer.token_s[:2][-1], answer.token_s[-1]
+        began, end = answer.began, answer.began + answer.token_s[-1]
         facts = {
-            "share_s": charged[-1],
-            "decode_share_s": charged[-1] * (1 - second / last),
+            "share_s": self.meter.share(began, end),
+            "decode_share_s": self.meter.share(began + answer.token_s[:2][-1], end),
             "answer_nll": self._likelihood(talk, turn),
         }
         text = self._rule(turn).text(answer.tokens) if turn.thought else answer.text
         return replace(answer, text=text), facts
 
-    def _answer(self, path: str, body: dict[str, Any], charged: list[float]) -> tuple[Answer, int]:
+    def _answer(self, path: str, body: dict[str, Any]) -> tuple[Answer, int]:
         read = partial(read_answer, tokenizer=self.tokenizer, stops=body.get("stop", ()))
-        return self.client.send(path, body, read, partial(self.meter.running, charged))
+        return self.client.send(path, body, read, self.meter.running)
 
     def _likelihood(self, talk: Talk, turn: PreparedExample) -> float | None:
         """Return the mean negative log-likelihood of the most likely right answer, as
@@ -195,8 +206,10 @@ class EndpointRunner:
         try:
             weights = [self._weights(talk, tokens) for tokens in texts if len(tokens) > 1]
         except ServerRefused:
-            self.no_likelihood = NO_LOGPROBS
+            if not self.weighed:  # else it refuses this one alone
+                self.no_likelihood = NO_LOGPROBS
             return None
+        self.weighed = True
         return min((mean_nll(each[len(before) or 1 :]) for each in weights), default=None)
 
     def _weights(self, talk: Talk, tokens: Sequence[int]) -> list[tuple[float, bool]]:
@@ -216,7 +229,7 @@ class EndpointRunner:
         took = perf_counter() - began
         joint = [(sum(cost for cost, _ in each), all(top for _, top in each)) for each in weights]
         output = json.dumps(joint) if turn.choices else repr(mean_nll(weights[0]))
-        return Answer(output, list(given[0][:1]), [took], "forced", {})
+        return Answer(began, output, list(given[0][:1]), [took], "forced", {})
 
     def _rule(self, turn: PreparedExample) -> Rule:
         eos = self.tokenizer.eos_token_id

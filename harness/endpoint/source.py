@@ -44,7 +44,7 @@ class Endpoint(RemoteModel):
     name: str
     url: str | None = field(default=None, metadata=NOT_RECORDED)
     checkpoint: str | None = None
-    engine: str | None = None
+    engine: Literal["vllm", "sglang", "llama.cpp", "transformers"] | None = None
     notes: str | None = None
     prompts: Literal["ids", "text", "chat"] = "ids"
     rate: float | None = None
