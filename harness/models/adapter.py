@@ -69,12 +69,6 @@ def identified(own: Identity, adapter: Path | None) -> Identity:
     return own._replace(revision=f"{own.revision}+adapter-sha256:{fingerprint(adapter)[:16]}")
 
 
-def tokenizer_folder(model: Path, adapter: Path | None) -> Path:
-    """Return the folder whose tokenizer makes the prompts: the adapter's, with whose chat template it
-    was trained, if it has one, else the model's."""
-    return adapter if adapter and (adapter / "tokenizer.json").is_file() else model
-
-
 def merged(
     build: Callable[[torch.dtype, str], PreTrainedModel],
     adapter: Path | None,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.models import adapter as adapters
 from harness.models.base import Identity, ModelError, ModelSource, Quantised
-from harness.models.hub import HuggingFace
+from harness.models.hub import HuggingFace, naming
 from harness.models.probe import on_meta
 from harness.models.rope import identified
 from harness.models.snapshots import cache_root, file_sha256, has_weights, hub_file
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 HASH = "gguf-sha256:"
 FORMAT = 1  # increases when the conversion changes; older folders are then ignored, as those of another transformers
 SCHEME = "gguf_quantisation"  # our name in a config for how the file's weights are quantised
+ELSE = "take the model's own repository (model=hf)"
 CONTROL = 3  # GGUF's token type of special tokens
 # by which GGUF files name tokens that may end an answer
 ENDS = ("eos", "eot", "eom")
@@ -174,14 +175,10 @@ def _complete(target: Path, file: Path, write: Callable[[Path, Path], None]) -> 
 def convert(file: Path, folder: Path) -> None:
     """Write config and tokenizer of the GGUF file `file` to the new folder `folder`."""
     reader = _opened(file)
-    try:
+    with naming(file, ELSE, ImportError):
         config = _config(reader, file)
         _check_tensors(reader, file, config)
         tokenizer = _tokenizer(reader, file, config)
-    except (ModelError, ImportError, OSError, MemoryError):
-        raise
-    except Exception as error:  # transformers and its tokenizers have kinds of their own
-        raise _unreadable(file, error) from error
     folder.mkdir()
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -195,21 +192,10 @@ def convert_weights(folder: Path, file: Path, target: Path) -> None:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     model = _Named(AutoConfig.from_pretrained(folder))
-    try:
+    with naming(file, ELSE, ImportError):  # such as a quantisation that gguf does not know
         read = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)
-    except (ImportError, OSError, MemoryError):
-        raise
-    except Exception as error:  # such as a quantisation that gguf does not know
-        raise _unreadable(file, error) from error
     tensors = read["tensors"]
     save_file({name: t.contiguous() for name, t in tensors.items()}, target, {"format": "pt"})
-
-
-def _unreadable(file: Path, error: Exception) -> ModelError:
-    reason = " ".join(str(error).split())[:200]
-    return ModelError(
-        f"{file} cannot be read ({reason}): take the model's own repository (model=hf)."
-    )
 
 
 class _Named:

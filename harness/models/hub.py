@@ -15,6 +15,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from evals.data import value_of
@@ -135,12 +136,13 @@ class HuggingFace(ModelSource):
                 f"{self.name} has quantised weights, into which no adapter can be merged: use the version that is not "
                 "quantised."
             )
-        with _naming(folder / "config.json"):
+        with naming(folder / "config.json"):
             config = AutoConfig.from_pretrained(folder, **OFFLINE)
             text = text_part.running(config, whole)
         if reason := said(text):
             raise refused(self.name, reason)
         text_part.check_whole(whole, self.name)
+        text_part.make_known(text)
         # the tokens that end an answer, and how weights are stored, are said of the whole model
         if text is not config:
             text.architectures, text.dtype = stated["architectures"], config.dtype or text.dtype
@@ -166,12 +168,14 @@ class HuggingFace(ModelSource):
     def tokenizer(self) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer
 
-        folder = adapters.tokenizer_folder(self.folder(), self._adapter())
+        folder, adapter = self.folder(), self._adapter()
+        if adapter and (adapter / "tokenizer.json").is_file():
+            folder = adapter  # with whose chat template it was trained
         if not (folder / "tokenizer.json").is_file():
             raise ModelError(
                 f"{self.name} has no tokenizer.json, which prompts need: save it with a fast tokenizer."
             )
-        with _naming(folder / "tokenizer.json"):
+        with naming(folder / "tokenizer.json"):
             # transformers corrects the regex of old Mistral tokenizers if asked to, and else warns that it is wrong
             return AutoTokenizer.from_pretrained(folder, **OFFLINE, fix_mistral_regex=True)
 
@@ -212,7 +216,7 @@ class HuggingFace(ModelSource):
         if text_part.whole_of(read_config(folder)):
             options["key_mapping"] = text_part.NAMES
             logging.set_verbosity_error()  # it would list the weights of the other parts
-        with _naming(folder), ExitStack() as undo:
+        with naming(folder), ExitStack() as undo:
             undo.callback(logging.set_verbosity, verbosity)
             if packed:
                 prepare(config)
@@ -271,19 +275,21 @@ def _gguf(file: Path) -> ModelError:
 
 
 @contextmanager
-def _naming(place: Path) -> Iterator[None]:
+def naming(
+    place: Path,
+    remedy: str = "correct it, or fetch the model again",
+    *passed: type[Exception],
+) -> Iterator[None]:
     """Turn an error that transformers, or a library below it, raises inside the block into a
-    `ModelError` that names `place`, the file or folder being read: each library has kinds of errors
-    of its own."""
+    `ModelError` that names `place`, the file or folder being read, and the `remedy`: each library has
+    kinds of errors of its own. Those that are `passed` stay as they are."""
     try:
         yield
-    except (ModelError, OSError, MemoryError):
+    except (ModelError, OSError, MemoryError, *passed):
         raise
     except Exception as error:
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise ModelError(
-            f"{place} cannot be read ({reason}): correct it, or fetch the model again."
-        ) from error
+        reason = shorten(str(error), 200, placeholder=" ...").rstrip(".")
+        raise ModelError(f"{place} cannot be read ({reason}): {remedy}.") from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:

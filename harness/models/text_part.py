@@ -34,18 +34,26 @@ NAMES = {
 OTHER_PARTS = re.compile(
     r"(model\.)?(vision_tower|multi_modal_projector|visual|audio_tower|embed_vision|embed_audio)\."
 )
+# which transformers lists with models of images alone
+UNLISTED = {"mistral4": "Mistral4ForCausalLM"}
 AXES = ("mrope_section", "mrope_interleaved")  # which channels turn by which axis
 
 
 def causal_classes() -> Mapping[str, str]:
-    """Return the classes that continue a text, by their model_type, and let transformers find those by
-    it that it lists with models of images alone (Mistral 4's)."""
+    """Return the classes that continue a text, by their model_type."""
     from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as LISTED
 
-    if "mistral4" in CONFIG_MAPPING:
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("mistral4", "Mistral4ForCausalLM")
-    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return {kind: name for kind, name in UNLISTED.items() if kind in CONFIG_MAPPING} | LISTED
+
+
+def make_known(config: PreTrainedConfig) -> None:
+    """Let transformers find the class that continues texts by `config`."""
+    import transformers
+
+    if name := UNLISTED.get(config.model_type):
+        known = getattr(transformers, name)
+        transformers.AutoModelForCausalLM.register(type(config), known, exist_ok=True)
 
 
 def whole_of(config: Mapping[str, Any]) -> str | None:
