@@ -65,7 +65,8 @@ class FedText:
         return sum(part.shape[1] for part in self.parts)
 
     def set(self, ids: Tensor) -> None:
-        """Set the whole text up to the answer, ids [B S]."""
+        """Set the whole text up to the answer, ids [B S]: it is rotated as one text, in whatever pieces
+        it is fed."""
         self.prompt_tokens, self.parts = ids.shape[1], [ids]
 
     def take(self, other: FedText) -> None:
@@ -210,14 +211,9 @@ class KVCache(Cache):
         self.state.run_deferred()
         self.num_tokens += self._arriving
 
-    def expect_text(self, ids: Tensor) -> None:
-        """Set the whole text up to the answer, ids [B S], for models whose rotation depends on the
-        length of the text: it is rotated as one text, in whatever pieces it is fed."""
-        self.fed.set(ids)
-
     def note_text(self, ids: Tensor, *, prompt: bool = False) -> None:
         """Remember the token ids [B T] that are fed next, unless they belong to a text set by
-        `expect_text`. `prompt`: they belong to no answer."""
+        `FedText.set`. `prompt`: they belong to no answer."""
         if self.fed.known == self.num_tokens:
             self.fed.parts.append(ids)
         if prompt:

@@ -185,7 +185,7 @@ class Engine:
         (`Fidelity`), if the engine makes one, uses them and does not store the prompt itself."""
         batch, capacity = prompt.shape[0], prompt.shape[1] + max_new_tokens
         cache = self.attachment.start(KVCache, capacity=capacity, batch=batch)
-        cache.expect_text(prompt)
+        cache.fed.set(prompt)
         if isinstance(cache.before_seal, SecondReading):
             cache.before_seal.run = self.run
         if self.fidelity:
@@ -222,7 +222,7 @@ class Engine:
         if cache.fed.known < cache.num_tokens:
             raise UnsupportedError(
                 f"The text outgrows {cache.num_tokens} tokens, at which this model computes all of it anew, and the "
-                "cache was not told the text: call cache.expect_text(ids) with the ids of all tokens so far."
+                "cache was not told the text: call cache.fed.set(ids) with the ids of all tokens so far."
             )
         text, sealed = cache.fed.followed_by(cache.num_tokens, ids), cache.sealed_tokens
         asked = sealed < cache.fed.prompt_tokens
@@ -233,7 +233,7 @@ class Engine:
         if watched:
             fresh.watch = Fidelity(self.attachment.model_specs, fresh.state.request, self.fidelity)
         vars(cache).update(vars(fresh) | {"recomputed": recomputed})
-        cache.expect_text(text)
+        cache.fed.set(text)
         logits = self.prefill(cache, text[:, :sealed] if asked else text, whole=True)
         cache.seal()
         for token in text[:, sealed:].split(1, dim=1) if asked else ():

@@ -136,7 +136,7 @@ class SharedPrefill:
         front = _Front(self.layers, self.state, self.followers)
         front.rotary = self.engine.attachment.rotary
         front.states = fresh_states(self.engine.model.config)
-        front.expect_text(self.prompts)
+        front.fed.set(self.prompts)
         logits = self.engine.prefill(front, self.prompts[:, :tokens])
         for cache, _ in self.followers:
             cache.num_tokens = front.num_tokens

@@ -137,7 +137,7 @@ def test_a_cache_that_was_not_told_the_text_says_so() -> None:
     with attached(by_length("phi3", "longrope"), Full()) as kv:
         engine, cache = Engine(kv), kv.start(KVCache, capacity=BORDER + 4)
         cache.num_tokens = BORDER
-        with pytest.raises(UnsupportedError, match=r"outgrows 64 tokens.*cache.expect_text"):
+        with pytest.raises(UnsupportedError, match=r"outgrows 64 tokens.*cache.fed.set"):
             engine.decode(text(1), cache, None)
 
 
