@@ -8,9 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from harness.results.fact import Fact, entry, first, mean, middle, total
+from methods.tiers.tier import TIERS
 
 STORED = "stored histories were lost, and computing them again changed what the method holds: answers may differ"
 LOST = "stored histories were lost and computed again, so answers may differ"
+
+
+def hit_rates(tiers: Sequence[str | None]) -> dict[str, float]:
+    """Return the share of turns whose history was found, in any tier (`hit_rate`) and in each. `tiers`:
+    where it was found, by turn."""
+    found = Counter(filter(None, tiers))
+    rates = {f"hit_rate_{tier}": found[tier] / len(tiers) for tier in TIERS}
+    return {"hit_rate": found.total() / len(tiers), **rates}
 
 
 def _tiers(values: Sequence[str | None]) -> dict[str, int]:

@@ -91,13 +91,13 @@ def scored_question(
         whole = torch.tensor([[*context, *continuation[:-1]]], device=engine.model.device)
         if cache is None or not cache.fits(whole.shape[1]):
             cache = engine.cache(whole[:, : len(context)], room)
-            cache.expect_text(whole)
+            cache.fed.set(whole)
             logits = read_context(engine, cache, whole[:, : len(context)])
             if number != last:
                 snapshot = Snapshot(cache)
         else:
             snapshot.restore()
-            cache.expect_text(whole)
+            cache.fed.set(whole)
         yield Asked(number, _forced(batch, cache, logits, continuation))
 
 

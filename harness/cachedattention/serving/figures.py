@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
-import numpy as np
+import pandas as pd
 
+from harness.cachedattention.facts import hit_rates
 from harness.cachedattention.simulation.costs import Prices
 from harness.terminal.tables import Column, counts, number, share, text_table
 from methods.tiers.tier import DISK, HOST, TIERS
@@ -65,30 +67,37 @@ def figures(answers: Sequence[Answer], elapsed_s: float, idle_s: float) -> dict[
     """Return the totals of a run from the records of its turns: seconds, tokens, and shares from 0
     to 1. `elapsed_s`: seconds of the whole run; `idle_s`: those without any turn. The device is
     kept for the run, so all the others count as busy."""
-    prompts = sum(answer.prompt_tokens for answer in answers)
-    prefill_s = sum(answer.prefill_s for answer in answers)
-    hits = [answer for answer in answers if answer.tier]
+    means = ["load_s", "hidden_s", "save_ahead_s", "save_s", "save_hidden_s"]
+    names = (
+        "session",
+        "turn",
+        "lost_to",
+        "reused_tokens",
+        "prompt_tokens",
+        "ttft_s",
+        "queue_s",
+        "prefill_s",
+    )
+    turns = pd.DataFrame(
+        [{name: getattr(answer, name) for name in (*names, *means)} for answer in answers]
+    )
+    prompts, prefill_s = turns["prompt_tokens"].sum(), turns["prefill_s"].sum()
     # the method's seal falls between the first and the second token, so steps count from the second
     steps = [
         later - earlier for answer in answers for earlier, later in pairwise(answer.token_s[1:])
     ]
-    means = ("load_s", "hidden_s", "save_ahead_s", "save_s", "save_hidden_s")
     return {
-        "sessions": len({answer.session for answer in answers}),
+        "sessions": turns["session"].nunique(),
         "turns": len(answers),
-        "returning": sum(answer.turn > 1 for answer in answers) / len(answers),
-        "hit_rate": len(hits) / len(answers),
-        **{
-            f"hit_rate_{tier}": sum(answer.tier == tier for answer in hits) / len(answers)
-            for tier in TIERS
-        },
-        "lost_turns": sum(answer.lost_to is not None for answer in answers),
-        "reused_tokens": sum(answer.reused_tokens for answer in answers) / prompts,
-        **_spread("ttft", [answer.ttft_s for answer in answers]),
-        **_spread("queue", [answer.queue_s for answer in answers]),
-        **{name: float(np.mean([getattr(answer, name) for answer in answers])) for name in means},
+        "returning": (turns["turn"] > 1).mean(),
+        **hit_rates([answer.tier for answer in answers]),
+        "lost_turns": int(turns["lost_to"].notna().sum()),
+        "reused_tokens": turns["reused_tokens"].sum() / prompts,
+        **_spread("ttft", turns["ttft_s"]),
+        **_spread("queue", turns["queue_s"]),
+        **turns[means].mean(),
         "prefill_tok_s": prompts / prefill_s if prefill_s else None,
-        "tpot_p50_s": float(np.median(steps)) if steps else None,
+        "tpot_p50_s": median(steps) if steps else None,
         "answer_tokens": sum(len(answer.tokens) for answer in answers),
         "elapsed_s": elapsed_s,
         "busy_s": elapsed_s - idle_s,
@@ -106,14 +115,9 @@ def cost(busy_s: float, prices: Prices, reserved: Mapping[str, int]) -> dict[str
     }
 
 
-def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    p50, p90, p99 = np.quantile(values, [0.5, 0.9, 0.99])
-    return {
-        f"{name}_s": float(np.mean(values)),
-        f"{name}_p50_s": p50,
-        f"{name}_p90_s": p90,
-        f"{name}_p99_s": p99,
-    }
+def _spread(name: str, values: pd.Series) -> dict[str, float]:
+    quantiles = {f"{name}_p{percent}_s": values.quantile(percent / 100) for percent in (50, 90, 99)}
+    return {f"{name}_s": values.mean(), **quantiles}
 
 
 def table(named: Sequence[Mapping[str, str]], rows: Sequence[Mapping[str, Any]]) -> str:

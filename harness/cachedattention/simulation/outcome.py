@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
+import pandas as pd
 
+from harness.cachedattention.facts import hit_rates
 from harness.cachedattention.simulation.costs import Costs
 from harness.cachedattention.simulation.scenario import Scenario, varied
 from harness.cachedattention.simulation.server import ServedTurn, Server
@@ -48,26 +49,23 @@ def _figures(server: Server, jobs: Sequence[ServedTurn]) -> SimulatedRow:
     """Return hit rates, times and counts of a simulated run over the turns `jobs`, which are those
     after the warm-up. The conversations served per hour, those dropped from the store, and the
     bytes that the disk read and wrote are counted over the whole run."""
-    hits = [job for job in jobs if job.tier]
-    prefill_s = np.array([job.prefill_s for job in jobs])
-    waits_s = np.array([job.wait_s for job in jobs])
-    returning = sum(job.history > 0 for job in jobs)
-    prompt = sum(job.question + job.history for job in jobs)
+    turns = pd.DataFrame(jobs)
+    hits, returning = turns["tier"].notna(), turns["history"] > 0
+    prompt, prefill_s = turns["question"].sum() + turns["history"].sum(), turns["prefill_s"].sum()
     return {
         "turns": len(jobs),
-        "returning": returning / len(jobs),
-        "hit_rate": len(hits) / len(jobs),
-        "hit_rate_returning": len(hits) / max(1, returning),
-        **{f"hit_rate_{tier}": sum(job.tier == tier for job in hits) / len(jobs) for tier in TIERS},
-        "reused_tokens": sum(job.history for job in hits) / prompt,
-        "ttft_s": float(prefill_s.mean()),
-        "ttft_p90_s": float(np.quantile(prefill_s, 0.9)),
-        "wait_s": float(waits_s.mean()),
-        "wait_p90_s": float(np.quantile(waits_s, 0.9)),
-        "prefill_tok_s": prompt / float(prefill_s.sum()),
-        "prefill_s_per_token": float(prefill_s.sum()) / prompt,
-        "load_s": float(np.mean([job.load_s for job in jobs])),
-        "load_exposed_s": float(np.mean([job.exposed_s for job in jobs])),
+        "returning": returning.mean(),
+        **hit_rates([job.tier for job in jobs]),
+        "hit_rate_returning": hits.sum() / max(1, returning.sum()),
+        "reused_tokens": turns["history"][hits].sum() / prompt,
+        "ttft_s": turns["prefill_s"].mean(),
+        "ttft_p90_s": turns["prefill_s"].quantile(0.9),
+        "wait_s": turns["wait_s"].mean(),
+        "wait_p90_s": turns["wait_s"].quantile(0.9),
+        "prefill_tok_s": prompt / prefill_s,
+        "prefill_s_per_token": prefill_s / prompt,
+        "load_s": turns["load_s"].mean(),
+        "load_exposed_s": turns["exposed_s"].mean(),
         "sessions_per_hour": _most_sessions(server.jobs),
         "dropped_sessions": sum(move.target is None for move in server.moves),
         "disk_written_bytes": server.disk.written_bytes,
@@ -95,14 +93,13 @@ def _cost(server: Server, jobs: Sequence[ServedTurn], costs: Costs) -> Simulated
     }
 
 
-def _most_sessions(jobs: Sequence[ServedTurn], hour_s: float = 3600.0) -> int:
-    """Return the largest number of different conversations that were served within any `hour_s`
-    seconds."""
+def _most_sessions(jobs: Sequence[ServedTurn]) -> int:
+    """Return the largest number of different conversations that were served within any hour."""
     recent: Counter[str] = Counter()
     most = first = 0
     for job in jobs:
         recent[job.session] += 1
-        while jobs[first].start_s <= job.start_s - hour_s:
+        while jobs[first].start_s <= job.start_s - 3600:
             recent[jobs[first].session] -= 1
             if not recent[jobs[first].session]:
                 del recent[jobs[first].session]

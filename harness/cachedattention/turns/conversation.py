@@ -200,7 +200,7 @@ class Conversation:
 
     def _expect_text(self, cache: KVCache) -> None:
         if cache.rotary is not None:
-            cache.expect_text(torch.tensor([self.text], device=cache.state.request.device))
+            cache.fed.set(torch.tensor([self.text], device=cache.state.request.device))
 
     def _begun(self) -> None:
         """Count this turn's new tokens, once the cache holds the prompt, and begin to copy the
