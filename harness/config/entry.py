@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from harness.config.values import Range
@@ -60,6 +61,10 @@ def setting(default: Any, meaning: str = "", section: str = "", **facts: Any) ->
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+# a field that says what a step may read: jobs that differ in it may share a prefill
+of_reading = partial(setting, section=READ, after_prefill=True, read_by=BOTH)
 
 
 def entry_of(metadata: Mapping[str, Any]) -> Entry:

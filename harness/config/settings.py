@@ -29,6 +29,7 @@ from harness.config.entry import (
     TURNS,
     Entry,
     entry_of,
+    of_reading,
     setting,
 )
 from harness.config.plugins import wrong_type
@@ -190,42 +191,30 @@ class WandbSettings:
 class Settings:
     """Hold all settings of a run except its method, task and model."""
 
-    budget: int | float | str | None = setting(
+    budget: int | float | str | None = of_reading(
         0.2,
         "prompt tokens that a selecting head may read per step: a share (0.2) or a number (512); of TOVA, R-KV and "
         "DSA, rows of prompt and answer; 64MiB: the bytes that keys, values and index of a sequence may take on the "
         "device, in any codec",
-        READ,
         neutral=None,
-        after_prefill=True,
         named="never",
-        read_by=BOTH,
     )
-    budget_rule: str = setting(
+    budget_rule: str = of_reading(
         "read",
         "read: the budget counts every prompt token that is read; paper: it counts as each method's paper does; "
         "moved_bytes, device_bytes: a method reads as many tokens as cost it the bytes of the budget's keys and "
         "values, moved by a step or held on the device",
-        READ,
         choices=("read", "paper", *ALIGNED),
-        after_prefill=True,
         named="always",
-        read_by=BOTH,
     )
-    comm: float | None = setting(
+    comm: float | None = of_reading(
         None,
         "share of the 16-bit keys that scoring may move per step; 0.0078125 in PQCache's comparison",
-        READ,
         within=Range(above=0, most=1, hint="a share of the key cache, like 0.0078125"),
-        after_prefill=True,
-        read_by=BOTH,
     )
-    windows: CommonWindows = setting(
+    windows: CommonWindows = of_reading(
         CommonWindows,
         "one split of the budget for all methods with such windows, in place of their own",
-        READ,
-        after_prefill=True,
-        read_by=BOTH,
     )
     dense_layers: list[int] = setting(
         list,
@@ -233,51 +222,36 @@ class Settings:
         READ,
         read_by=BOTH,
     )
-    budget_mass: float | None = setting(
+    budget_mass: float | None = of_reading(
         None,
         "of the tokens that Oracle, Quest or PQCache chooses by its budget, read only as many as carry this share "
         "(0.95) of the weights that keys in 4 bits estimate, as Twilight does",
-        READ,
         within=Range(above=0, most=1, hint="a share of the estimated weights, like 0.95"),
-        after_prefill=True,
         named="always",
-        read_by=BOTH,
     )
-    budget_generated: int | None = setting(
+    budget_generated: int | None = of_reading(
         None,
         "generated tokens that a KV head keeps at most; null: all, on top of the budget",
-        READ,
         within=FROM_1,
-        after_prefill=True,
-        read_by=BOTH,
     )
-    keep_generated: str | None = setting(
+    keep_generated: str | None = of_reading(
         None,
         "which generated tokens stay under budget_generated: the newest, those that the method scores best, or the "
         "newest 64 and a random sample, as in Random Attention; null: the newest, and under H2O also the best",
-        READ,
         choices=(None, "newest", "score", "random"),
-        after_prefill=True,
         named="always",
-        read_by=BOTH,
     )
-    evict_every: int | None = setting(
+    evict_every: int | None = of_reading(
         None,
         "after every so many generated tokens, a method that evicts ranks all rows anew, down to the budget, which "
         "then counts prompt and answer; null: it evicts at the prompt's end alone",
-        READ,
         within=FROM_1,
-        after_prefill=True,
-        read_by=BOTH,
     )
-    merge: str | None = setting(
+    merge: str | None = of_reading(
         None,
         "cam: where rows go while the answer grows (TOVA, R-KV), merge their values into rows that stay, as CaM does",
-        READ,
         choices=(None, "cam"),
-        after_prefill=True,
         named="always",
-        read_by=BOTH,
     )
     placement: str = setting(
         DEVICE,
@@ -510,7 +484,9 @@ class Settings:
         self.backends = backends_in_one_line(self.backends)
         self.template_kwargs = self.template_kwargs or None
         if self.codec is not None and not codecs.is_codec(self.codec):
-            raise SettingsError(f"codec={self.codec} is unknown: choose null, {codecs.choices()}.")
+            raise SettingsError(
+                f"codec={self.codec} is unknown: choose null, or one written like {codecs.choices()}."
+            )
         if clashes := [*self._clashes(), *self._clashes_of_conversations()]:
             raise SettingsError(clashes[0])
 
@@ -658,7 +634,10 @@ def unknown_setting(key: str) -> str:
     if key in INSTEAD:
         return f"There is no setting {key}; {INSTEAD[key]}."
     own = [
-        f"{group}.{name}" for group in GROUPS for entry in entries(group) for name in entry.values()
+        f"{group}.{name}"
+        for group in GROUPS
+        for entry in entries(group).values()
+        for name in entry.values()
     ]
     owners = [name for name in own if name.endswith(f".{key}")]
     near = owners or get_close_matches(key, (*KEYS, *GROUPS, "experiment", *own), n=1, cutoff=0.5)
@@ -681,16 +660,12 @@ def in_todays_words(config: Mapping[str, Any]) -> dict[str, Any]:
 def settings_known_today(config: Mapping[str, Any]) -> Settings:
     """Return the settings of a recorded run, of whatever version: settings that it lacks get their
     defaults, and those that no longer exist are ignored."""
-    values = {field.name: config[field.name] for field in fields(Settings) if field.name in config}
-    nested = {
-        name: kind(
-            **{
-                field.name: values[name][field.name]
-                for field in fields(kind)
-                if field.name in values[name]
-            }
+
+    def made(kind: Any, values: Mapping[str, Any]) -> Any:
+        return kind(
+            **{each.name: values[each.name] for each in fields(kind) if each.name in values}
         )
-        for name, kind in NESTED.items()
-        if name in values
-    }
-    return Settings(**values | nested)
+
+    groups = {key: made(kind, config[key]) for key, kind in NESTED.items() if key in config}
+    settings: Settings = made(Settings, {**config, **groups})
+    return settings

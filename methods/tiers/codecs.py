@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Spelling:
     """Say how a codec is named in settings. `pattern`: a regular expression for its names; its
     named groups are whole numbers, the arguments of the codec's class. `codec`: that class, or a
-    function that returns a codec, with its module. `choices`: the names in words, for an error."""
+    function that returns a codec, with its module. `choices`: some of them, for an error."""
 
     pattern: str
     codec: str
@@ -27,31 +27,28 @@ CODECS = [
     Spelling(
         pattern=r"int(?P<bits>[248])(?:\+(?P<kept>[1-9]\d*))?(?:/int(?P<value_bits>[248]))?(?:g(?P<group>[1-9]\d*))?",
         codec="methods.tiers.codec.IntCodec",
-        choices="int8, int4 or int2, with another group as in int4g64, other values than keys as in int4/int2, and "
-        "channels of keys in full as in int4+4 or int4+4/int2",
+        choices="int8, int4, int2, int4g64, int4/int2, int4+4",
     ),
     Spelling(
         pattern=r"int(?P<bits>[248])(?:/int(?P<value_bits>[248]))?(?:g(?P<group>[1-9]\d*))?h",
         codec="methods.tiers.codec.rotated_integers",
-        choices="integers after a rotation, as int4h, int4g64h or int4/int2h",
+        choices="int4h",
     ),
     Spelling(
         pattern=r"tq(?P<bits>[234])",
         codec="methods.tiers.codec.turboquant",
-        choices="tq4, tq3 or tq2",
+        choices="tq4, tq3, tq2",
     ),
     Spelling(
         pattern=r"tq(?P<bits>[234])q",
         codec="methods.tiers.codec.turboquant_residual",
-        choices="tq4q, tq3q or tq2q, with a residual bit",
+        choices="tq4q",
     ),
-    Spelling(
-        pattern="fp8", codec="methods.tiers.codec.FloatCodec", choices="fp8, which takes no group"
-    ),
+    Spelling(pattern="fp8", codec="methods.tiers.codec.FloatCodec", choices="fp8"),
     Spelling(
         pattern="fp8_ds_mla",
         codec="methods.tiers.codec.LatentCodec",
-        choices="fp8_ds_mla for latent attention (MLA)",
+        choices="fp8_ds_mla",
     ),
     Spelling(pattern="nvfp4", codec="methods.tiers.codec.Nvfp4Codec", choices="nvfp4"),
 ]
@@ -63,8 +60,8 @@ def is_codec(name: str) -> bool:
 
 
 def choices() -> str:
-    """Return all names of codecs in words, for an error message."""
-    return "; ".join(line.choices for line in CODECS)
+    """Return names of codecs of every kind, for an error message."""
+    return ", ".join(line.choices for line in CODECS)
 
 
 def codec_of(name: str) -> Codec:
@@ -78,4 +75,4 @@ def codec_of(name: str) -> Codec:
                 if value is not None
             }
             return getattr(import_module(module), kind)(**given)
-    raise ValueError(f"{name!r} is not a codec: choose {choices()}.")
+    raise ValueError(f"{name!r} is not a codec: choose one written like {choices()}.")

@@ -20,7 +20,7 @@ from tests.methods.test_contract import NAMES, assert_same, small
 from tests.tiny import prompt, tiny
 
 ENCODING = [name for name in NAMES if not KeptCodec.refusal(small(name))]
-RULES = {entry.name: entry.facts().get("rule", "") for entry in entries("method")}
+RULES = {name: entry.facts().get("rule", "") for name, entry in entries("method").items()}
 EVICTING = [name for name in ENCODING if "evicts" in RULES.get(name, "") and "selects" not in RULES[name]]
 LEVELS = [codec_of(name) for name in ("tq4", "tq3", "tq2", "tq4q", "tq3q", "tq2q", "int4g8h")]
 APART = [codec_of(name) for name in ("nvfp4", "int4+3/int2g8", "int8/int2g8h")]
