@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from kernels import cpu
 from kernels.step_inputs import CaptureError
+from tests.dispatched import changes, tensors
 
 WAITING = ("item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2")
 FROM_HOST = (torch.tensor, torch.as_tensor)
@@ -69,10 +69,10 @@ class CpuGraph(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         if _looks(func):
             return func(*args, **kwargs)
-        if changes := _changes(func):
+        if changes(func):
             _refuse_another_size(func, args, kwargs)
             self.calls.append(partial(func, *self._kept(args), **self._kept(kwargs)))
-            return _returned(func, changes, args, kwargs)
+            return _returned(func, args, kwargs)
         out = self._made(func, args, kwargs)
         if name in EMPTY:
             return out
@@ -201,13 +201,6 @@ def _looks(func: Any) -> bool:
     return any(alias is not None and not alias.is_write for alias in told)
 
 
-@cache
-def _changes(func: Any) -> tuple[str, ...]:
-    """The arguments that it changes."""
-    told = [(argument.name, argument.alias_info) for argument in func._schema.arguments]
-    return tuple(name for name, alias in told if alias is not None and alias.is_write)
-
-
 def _refuse_another_size(func: Any, args: Any, kwargs: Any) -> None:
     """Refuse what gives a tensor another shape, as `out=` does with one that does not fit: it would keep the old one
     for all that follows in the capture."""
@@ -216,16 +209,15 @@ def _refuse_another_size(func: Any, args: Any, kwargs: Any) -> None:
     if outs and not reshapes:
         like = _mapped(_meta, kwargs)
         func(*_mapped(_meta, args), **like)
-        pairs = zip(tree_leaves([like[name] for name in outs]), tree_leaves(list(outs.values())), strict=True)
+        pairs = zip(tensors([like[name] for name in outs]), tensors(outs), strict=True)
         reshapes = any(made.shape != out.shape for made, out in pairs)
     if reshapes:
         raise CaptureError(f"{func.overloadpacket.__name__} gives a tensor another shape")
 
 
-def _returned(func: Any, changes: tuple[str, ...], args: Any, kwargs: Any) -> Any:
+def _returned(func: Any, args: Any, kwargs: Any) -> Any:
     """What `func` returns: all that it changes, or nothing."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    changed = tuple(given[name] for name in changes)
+    changed = tuple(args[at] if at < len(args) else kwargs[name] for at, name in changes(func))
     count = len(func._schema.returns)
     if count not in (0, len(changed)):
         raise CaptureError(f"{func} changes a tensor and returns another")
@@ -244,7 +236,7 @@ def _into(func: Any, args: Any, kwargs: Any, out: Any) -> Callable[[], Any]:
 
 
 def _copied(func: Any, args: Any, kwargs: Any, out: Any) -> None:
-    for held, result in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
+    for held, result in zip(tensors(out), tensors(func(*args, **kwargs)), strict=True):
         held.copy_(result)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from kernels.dispatch import watched
 
@@ -34,17 +34,24 @@ class DispatchRecorder(TorchDispatchMode):
 
 def changed_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors among its arguments that `func` writes to."""
-    arguments = func._schema.arguments
-    by_name = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
-    return _tensors([by_name.get(x.name) for x in arguments if x.alias_info is not None and x.alias_info.is_write])
+    return tensors([args[at] if at < len(args) else kwargs.get(name) for at, name in changes(func)])
+
+
+@cache
+def changes(func: Any) -> list[tuple[int, str]]:
+    """Return place and name of the arguments that `func` writes to."""
+    arguments = enumerate(func._schema.arguments)
+    return [(at, x.name) for at, x in arguments if x.alias_info is not None and x.alias_info.is_write]
 
 
 def is_launch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, changed: list[Tensor]) -> bool:
     """Return whether a GPU would do something for `func`: change a tensor, or make one that is no view of others."""
     if func.overloadpacket.__name__ in (*NO_LAUNCH, "detach_"):  # torch.tensor ends with that, which touches no memory
         return False
-    given = {_storage(x) for x in _tensors((args, kwargs))}
-    return bool(changed) or any(_storage(x) not in given for x in _tensors(out))
+    if changed:
+        return True
+    given = {_storage(x) for x in tensors((args, kwargs))}
+    return any(_storage(x) not in given for x in tensors(out))
 
 
 @contextmanager
@@ -68,8 +75,12 @@ def operations() -> Iterator[list[Called]]:
         yield called
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+def tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in what an operation takes or returns; torch's own function for trees takes longer."""
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [x for part in parts for x in tensors(part)]
 
 
 def _storage(x: Tensor) -> int:

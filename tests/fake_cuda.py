@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from kernels.dispatch import watched
 from kernels.step_inputs import CaptureError
 from tests.cpu_graph import CpuGraph, StepMemory
-from tests.dispatched import changed_by, is_launch
+from tests.dispatched import changed_by, is_launch, tensors
 
 ANYTHING = 0x5A  # in every byte of memory that nobody has written
 MODEL, SECOND = 0, 1  # streams
@@ -146,8 +145,8 @@ class _Watch(TorchDispatchMode):
 
 
 def _storages(value: Any) -> dict[int, torch.UntypedStorage]:
-    tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
-    return {storage._cdata: storage for storage in (x.untyped_storage() for x in tensors) if storage.nbytes()}
+    storages = (x.untyped_storage() for x in tensors(value))
+    return {storage._cdata: storage for storage in storages if storage.nbytes()}
 
 
 class StreamedGraph(CpuGraph):
