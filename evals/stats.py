@@ -56,10 +56,8 @@ class Paired(NamedTuple):
     p: float
 
 
-def interval(
-    scores: Sequence[float], groups: Groups, *, units: Units = None, level: float = 1 - ALPHA
-) -> Interval | None:
-    """Return the confidence interval of the mean of group means, or None without a score. Where all
+def interval(scores: Sequence[float], groups: Groups, *, units: Units = None) -> Interval | None:
+    """Return the 95 % confidence interval of the mean of group means, or None without a score. Where all
     scores are 0 or 1 it is Clopper and Pearson's. `units`: the unit of each score; scores of one
     unit count as one.
 
@@ -71,7 +69,7 @@ def interval(
         return None
     sample = _Sample(values, _weights(groups, len(values)), 0.0, 1.0).by_unit(units)
     low, high = _span(sample.values) if _is_dense(sample.values) else (0.0, 1.0)
-    return replace(sample, low=max(0.0, low), high=min(1.0, high)).interval((1 - level) / 2)
+    return replace(sample, low=max(0.0, low), high=min(1.0, high)).interval(ALPHA / 2)
 
 
 def paired(

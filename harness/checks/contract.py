@@ -31,7 +31,7 @@ from harness.engine.saved_state import Snapshot
 from harness.jobs.prefill import SharedPrefill
 from methods.abilities import ability
 from methods.abilities.bounded_answer import CountedAnswer
-from methods.base import AttnInput, Budget, BudgetError, CostError, KVLayer, Method
+from methods.base import Budget, BudgetError, CostError, Method
 from methods.full import Full
 
 TURNS = (1.0, 0.42, 0.05)  # lengths of the turns of a conversation, as shares of the usual prompt
@@ -332,7 +332,8 @@ def shared_prefill(trial: Trial) -> None:
         with trial.attach() as kv:
             engine, answers = Engine(kv, prefill_chunk=chunk), list[list[Step]]()
             shared = SharedPrefill(engine, ids, trial.new + 3)
-            cache, own = shared.cache(engine, _absorb), engine.cache(ids, trial.new + 3)
+            cache = shared.cache(engine, lambda layer, x: layer.absorb(x))
+            own = engine.cache(ids, trial.new + 3)
             for filled, logits in (
                 (cache, shared.run(ids.shape[1])),
                 (own, engine.prefill(own, ids)),
@@ -341,10 +342,6 @@ def shared_prefill(trial: Trial) -> None:
                 answers.append(decoded(kv, filled, logits, trial.new))
         if where := difference(*answers):
             raise Broken(f"a shared prefill is answered otherwise than one of its own {where}")
-
-
-def _absorb(layer: KVLayer, x: AttnInput) -> None:
-    layer.absorb(x)
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -121,11 +121,6 @@ def shapes(info: ModelInfo, device: str | None = None) -> list[LayerSpec]:
     suffices to compute a method's cost; it has no weights, so nothing can run with it."""
     sinks = torch.zeros(info.num_heads) if info.sink_logits else None
     place = None if device is None else torch.device(device)
-    more: dict[str, Any] = {
-        "sink_logits": sinks,
-        "device": place,
-        "rotary_dim": info.rotary_dim,
-    }
     likes = [
         info.still_layers[0] if index in info.still_layers else -1
         for index in range(info.num_layers)
@@ -147,7 +142,9 @@ def shapes(info: ModelInfo, device: str | None = None) -> list[LayerSpec]:
                 window=window,
                 rope_like=like,
                 borrowers=borrowed,
-                **more,
+                sink_logits=sinks,
+                device=place,
+                rotary_dim=info.rotary_dim,
             )
             for index, (heads, window, like, borrowed) in enumerate(layers)
         ]

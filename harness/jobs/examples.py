@@ -251,15 +251,10 @@ def _told_apart(task: Task, env: TaskEnv) -> Iterator[Example]:
     places = dict[str, int]()
     for place, example in enumerate(task.examples(env), start=1):
         if (first := places.setdefault(example.id, place)) != place:
-            lists = {
-                key: value
-                for key, value in plugins.describe(task).items()
-                if isinstance(value, (list, tuple))
-            }
             twice = [
                 f"task.{key}"
-                for key, value in lists.items()
-                if any(value.count(one) > 1 for one in value)
+                for key, value in plugins.describe(task).items()
+                if isinstance(value, (list, tuple)) and any(value.count(one) > 1 for one in value)
             ]
             remedy = (
                 f"name each value of {twice[0]} once"

@@ -85,10 +85,9 @@ class Job:
         """
         check_machine(wanted)
         task.require(wanted.data.folder())
-        remote = isinstance(model, RemoteModel)
-        resolved = resolve_remote(wanted, method) if remote else None
+        resolved = None
         if isinstance(model, RemoteModel):
-            model = model.asked()
+            resolved, model = resolve_remote(wanted, method), model.asked()
             presets = {**(presets or {}), "method": model.called}
         info = model.describe()
         resolved = resolved or resolve(wanted, method, info)

@@ -55,7 +55,8 @@ def check_against_generate(loaded: LoadedModel, prompt: Sequence[int]) -> dict[s
     `ModelError` if the two do not compute the same."""
     if is_listed(loaded.model):
         return None
-    kind, dtype = type(loaded.model).__name__, _dtype(loaded)
+    kind = type(loaded.model).__name__
+    dtype = next(key for key, full in DTYPES.items() if loaded.model.dtype == getattr(torch, full))
     versions = {name: version(name) for name in ("torch", "transformers")}
     own = {
         "class": kind,
@@ -87,10 +88,6 @@ def check_against_generate(loaded: LoadedModel, prompt: Sequence[int]) -> dict[s
         )
         _known[key] = outcome
     return _known[key]
-
-
-def _dtype(loaded: LoadedModel) -> str:
-    return next(name for name, full in DTYPES.items() if loaded.model.dtype == getattr(torch, full))
 
 
 def _has_room_for_fp32(model: Any) -> bool:

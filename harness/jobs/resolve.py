@@ -163,23 +163,17 @@ def _budget(settings: Settings, method: Method, info: ModelInfo) -> Budget | Non
         row = numbers * DTYPE_BYTES[settings.dtype]
         asked, measure = max(1, most_bytes // row), "device_bytes"
     assert isinstance(asked, int | float)  # without a budget the method would have been refused
-    plain = Budget(
-        asked, tuple(settings.dense_layers), settings.budget_generated, settings.budget_mass
-    )
+    dense = tuple(settings.dense_layers)
+    given = (asked, dense, settings.budget_generated, settings.budget_mass)
     if measure == "paper":
-        return PaperBudget(
-            plain.asked, plain.dense_layers, plain.generated, plain.mass, count=method.paper_tokens
-        )
+        return PaperBudget(*given, count=method.paper_tokens)
     if measure == "read":
-        return plain
+        return Budget(*given)
     return AlignedBudget(
-        plain.asked,
-        plain.dense_layers,
-        generated=plain.generated,
-        mass=plain.mass,
+        *given,
         measure=measure,  # type: ignore[arg-type]
         method=method,
-        specs=[spec for spec in specs if spec.index not in plain.dense_layers],
+        specs=[spec for spec in specs if spec.index not in dense],
         placement=settings.placement,
         element_bytes=DTYPE_BYTES[settings.dtype],
         codec=codec_of(settings),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from harness.engine.trace import INDEX_BYTES
 from kernels import ops
-from kernels.block import DecoderBlock, Head, Linear
+from kernels.block import DecoderBlock, Linear
 from kernels.dispatch import REFERENCE
 from kernels.partial import Guess, NewPartial
 from kernels.reference import Segment
@@ -85,10 +85,6 @@ def _rebuild_keys(
     return chunks.numel() * size * of_token * u.element_size() + _whole(basis)
 
 
-def _token_logits(x: Tensor, head: Head) -> int:
-    return _weights(head.linear)
-
-
 _COUNTED: dict[str, Callable[..., int]] = {
     "decode_rows": _decoded,
     "estimated_logits": _estimated_logits,
@@ -96,7 +92,7 @@ _COUNTED: dict[str, Callable[..., int]] = {
     "gather_tiers": _gather_rows,
     "partial_products": _partial_products,
     "rebuild_keys": _rebuild_keys,
-    "token_logits": _token_logits,
+    "token_logits": lambda x, head: _weights(head.linear),
     **INDEX_BYTES,
 }
 # the arguments that an operation reads, where it does not read all

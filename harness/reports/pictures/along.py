@@ -104,10 +104,6 @@ def _panels(tables: Sequence[Comparison]) -> list[tuple[Comparison, Panel, Lines
     ]
 
 
-def _long(entry: ReportRow) -> list[Reply]:
-    return [reply for record in entry.run.records for reply in record.replies if reply["along"]]
-
-
 def _lines(panel: Panel, entries: Sequence[ReportRow]) -> Lines:
     """Return the lines of a panel; none where all is zero. Times of runs that measure none are left out."""
     lines: Lines = {}
@@ -115,7 +111,8 @@ def _lines(panel: Panel, entries: Sequence[ReportRow]) -> Lines:
         if panel.of_time and entry.summary["tpot_s"]["p50"] is None:
             continue
         costs, reached = defaultdict[int, list[float]](list), defaultdict[int, list[int]](list)
-        for reply in _long(entry):
+        replies = (reply for record in entry.run.records for reply in record.replies)
+        for reply in (reply for reply in replies if reply["along"]):
             ends = [int(steps) for steps in reply["along"]["steps"]]
             for number, (before, end) in enumerate(pairwise([0, *ends])):
                 if (cost := panel.cost(reply, (number, before, end))) is not None:
