@@ -117,14 +117,14 @@ def settings_page() -> str:
         lines = [(code(row.given), row.values, row.meaning) for row in rows]
         parts += [f"### {title}", table(("key", "values", "meaning"), lines)]
     for group in ("task", "model"):  # those of methods are on their cards
-        lines = [row for entry in entries(group) for row in _parameter_rows(group, entry)]
+        lines = [row for entry in entries(group).values() for row in _parameter_rows(group, entry)]
         parts += [f"## Parameters of a {group}", table((code(f"{group}="), "parameter", "meaning"), lines)]
     return "\n\n".join(parts) + "\n"
 
 
 def _parameter_rows(group: str, entry: Entry) -> Iterator[tuple[str, str, str]]:
     """Of the yaml files for one class the first but presets shows every parameter, others what they change."""
-    first = next(other for other in entries(group) if other.target == entry.target and other.base is None)
+    first = next(other for other in entries(group).values() if other.target == entry.target and other.base is None)
     same = set() if first == entry else {given for given, _ in parameters_of(first)}
     rows = [(given, meaning) for given, meaning in parameters_of(entry) if given not in same]
     for place, (given, meaning) in enumerate(rows or [("", entry.headline)]):
@@ -132,7 +132,7 @@ def _parameter_rows(group: str, entry: Entry) -> Iterator[tuple[str, str, str]]:
         yield name, code(given and f"{group}.{given}"), (entry.base is None and meaning) or entry.headline
 
 
-def methods_page(methods: Sequence[Entry]) -> str:
+def methods_page(methods: Iterable[Entry]) -> str:
     """Return docs/methods.md: one table over all methods, then a section for each, with its presets."""
     presets = {m.name: [one for one in methods if one.base == m] for m in methods}
     full = [m for m in methods if m.base is None]
@@ -248,7 +248,7 @@ def main() -> None:
     (DOCS / "extending.md").write_text(extending_page()[1], encoding="utf-8")
     CONFIG.write_text(config_yaml(), encoding="utf-8")
     (DOCS / "settings.md").write_text(settings_page(), encoding="utf-8")
-    (DOCS / "methods.md").write_text(methods_page(entries("method")), encoding="utf-8")
+    (DOCS / "methods.md").write_text(methods_page(entries("method").values()), encoding="utf-8")
     for name in ("experiments", "kernels"):
         (DOCS / f"{name}.md").write_text(written_into(name)[1], encoding="utf-8")
 

@@ -61,7 +61,7 @@ class TokenCase:
 
     @property
     def method(self) -> Method:
-        (entry,) = [entry for entry in entries("method") if entry.name == self.preset]
+        entry = entries("method")[self.preset]
         method: Method = build(entry.values() | self.changes, "method")
         return method
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_yaml_lists_every_field_with_a_comment(group: str) -> None:
     explained: dict[tuple[str, str], list[str]] = {}
-    for entry in entries(group):
+    for entry in entries(group).values():
         config = entry.values()
         if "_target_" not in config:
             continue
@@ -41,7 +41,7 @@ def test_every_yaml_lists_every_field_with_a_comment(group: str) -> None:
 def test_defaults_in_python_are_the_yamls(group: str) -> None:
     """A class may have several yaml files (presets, a paper's variant): one of them holds its defaults."""
     differences: dict[str, list[dict[str, tuple[Any, Any]]]] = {}
-    for entry in entries(group):
+    for entry in entries(group).values():
         from_yaml = entry.values()
         target = from_yaml.pop("_target_")
         module, _, name = target.rpartition(".")

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     folders = (CONF, *options.config_dir)
     known: dict[str, Mapping[str, Entry | Experiment]] = {
-        group: {entry.name: entry for entry in entries(group, folders)} for group in GROUPS
+        group: entries(group, folders) for group in GROUPS
     }
     known[EXPERIMENT] = experiments(folders)
     for word in options.what:

@@ -53,7 +53,7 @@ def written(kind: str, name: str, package: str) -> dict[Path, str]:
         )
     if not all(part.isidentifier() and not iskeyword(part) for part in package.split(".")):
         raise ConfigError(f"{package!r} cannot name a package: write names with points between.")
-    if name in {entry.name for entry in entries("method")}:
+    if name in entries("method"):
         raise ConfigError(f"{name} is a method of the harness: choose another name.")
     template = KINDS[kind]
     sources = {

@@ -118,7 +118,7 @@ def _refuse_code(task: Task, config_dirs: Sequence[Path]) -> None:
     metadata: dict[str, Any] = getattr(task, "metadata", {})
     scorer: str = getattr(task, "scorer", "")
     for key, value in {"metadata": metadata, "scorer": scorer if ":" in scorer else ""}.items():
-        known = [entry.values().get(key) for entry in entries("task", config_dirs)]
+        known = [entry.values().get(key) for entry in entries("task", config_dirs).values()]
         if value and value not in known:
             raise PluginError(
                 f"task.{key}={plain(value)} {says[key]}, and code that records name is not run: if you trust it, add "

@@ -254,8 +254,8 @@ def not_yaml(error: yaml.MarkedYAMLError) -> str:
     return f"{where}: this is not YAML ({error.problem})."
 
 
-def entries(group: str, folders: Sequence[Path] = (CONF,)) -> list[Entry]:
-    """Return the yaml files of a group (method, task, model), sorted by name. Raise `NameTaken` if
+def entries(group: str, folders: Sequence[Path] = (CONF,)) -> dict[str, Entry]:
+    """Return the yaml files of a group (method, task, model) by name, sorted. Raise `NameTaken` if
     two folders hold a file of the same name, because Hydra would silently take the first. A file in
     a subfolder has that in its name, as in small/pqcache_fig9b."""
     by_name: dict[str, Entry] = {}
@@ -267,7 +267,7 @@ def entries(group: str, folders: Sequence[Path] = (CONF,)) -> list[Entry]:
                 f"{file} has the name of {'the built-in ' if CONF in first.file.parents else ''}{first.file}, which "
                 f"would run in its place: rename yours, and use {group}=NEWNAME."
             )
-    return [by_name[name] for name in sorted(by_name)]
+    return dict(sorted(by_name.items()))
 
 
 @cache
@@ -414,5 +414,5 @@ def _files(folders: Sequence[Path]) -> dict[str, Experiment]:
     hold what several experiments share."""
     return {
         entry.name: Experiment(entry.name, entry.file, tuple(folders))
-        for entry in entries(EXPERIMENT, folders)
+        for entry in entries(EXPERIMENT, folders).values()
     }

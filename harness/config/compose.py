@@ -274,7 +274,7 @@ def with_own_parameters(
     typed for another job of the sweep, or one from a file written for another choice. A parameter
     that no plug-in has stays, so that building the plug-in refuses it."""
     for group in GROUPS:
-        known = {entry.name: entry for entry in entries(group, (CONF, *config_dirs))}
+        known = entries(group, (CONF, *config_dirs))
         used = {name for job in jobs for name in known[job.presets[group]].settable}
         for job in jobs:
             own = known[job.presets[group]].settable
@@ -376,10 +376,7 @@ def read_search(words: Sequence[str], config_dirs: Sequence[Path] = ()) -> Searc
             )
     presets = compose_one(others, config_dirs).presets
     folders = (CONF, *config_dirs)
-    chosen = {
-        group: next(e for e in entries(group, folders) if e.name == presets[group])
-        for group in GROUPS
-    }
+    chosen = {group: entries(group, folders)[presets[group]] for group in GROUPS}
     for name in values.keys() - chosen["method"].settable:
         near = suggestion(
             name, [f"method.{own}" for own in chosen["method"].settable - {plugins.TARGET}]

@@ -7,7 +7,7 @@ imports neither torch nor hydra.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -92,15 +92,15 @@ def help_text(words: Sequence[str] = (), config_dirs: Sequence[Path] = ()) -> st
         settings_text(leave_out=RARE_SECTIONS),
     ]
     for group, name in _named(words):
-        for entry in (entry for entry in found[group] if entry.name == name):
+        if entry := found[group].get(name):
             rows = aligned((f"{group}.{given}", meaning) for given, meaning in parameters_of(entry))
             parts.append("\n".join([f"{group}={name}", *rows, ""]))
     return "\n".join([*parts, _FLAGS])
 
 
-def _names(group: str, found: Sequence[Entry]) -> str:
+def _names(group: str, found: Mapping[str, Entry]) -> str:
     """Return one line with the names of a group; presets are counted, not named."""
-    names = [entry.name for entry in found if entry.base is None]
+    names = [name for name, entry in found.items() if entry.base is None]
     presets = (
         f" and {len(found) - len(names)} presets (harness.list {group})"
         if len(names) < len(found)

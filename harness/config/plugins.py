@@ -72,7 +72,7 @@ def build_recorded(config: Any, kind: str, config_dirs: Sequence[Path] = ()) -> 
 @cache
 def _targets(kind: str, folders: Sequence[Path]) -> list[str | None]:
     """Return the classes that yaml files of a group name; cached, because each run of a report may ask."""
-    return [entry.target for entry in entries(kind, folders)]
+    return [entry.target for entry in entries(kind, folders).values()]
 
 
 @contextmanager

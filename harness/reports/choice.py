@@ -253,7 +253,7 @@ def _printed(
     `names` has for the label, or else for its first word or for another by which it is `called`, or
     else the proper name of the yaml file of this `kind`; what sets the label apart follows in
     brackets. Different labels never have the same name."""
-    known = {one.name: one for one in entries(kind, (CONF, *config_dirs))} if kind else {}
+    known = entries(kind, (CONF, *config_dirs)) if kind else {}
     texts = {}
     for words, others in zip(labels, called, strict=True):
         label = " ".join(words)

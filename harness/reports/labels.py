@@ -150,7 +150,7 @@ def _changed(runs: Sequence[StoredRun], settings: Sequence[Flat]) -> Iterator[li
     """Yield, for each row, `key=value` of the method's parameters that differ from the preset that
     was typed."""
     typed = [str((run.info.get("presets") or {}).get("method")) for run in runs]
-    known = {entry.name: entry for entry in entries("method")}
+    known = entries("method")
     for name, mine in zip(typed, settings, strict=True):
         usual: Flat = {}
         if name in known:

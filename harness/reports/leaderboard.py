@@ -209,7 +209,7 @@ def _entry(row: PublishedRow) -> ReportRow:
 
 @cache
 def _catalogue() -> Mapping[str, Entry]:
-    return {entry.name: entry for entry in entries("method")}
+    return entries("method")
 
 
 def _facts(table: PublishedTable, row: PublishedRow) -> dict[str, list[str]]:

@@ -53,7 +53,7 @@ def _preset(run: StoredRun, kind: str) -> tuple[str, dict[str, Any]] | None:
 def _presets(kind: str) -> list[tuple[str, dict[str, Any]]]:
     """Return name and values of every yaml file of a group; cached, because each row asks for
     them."""
-    return [(entry.name, entry.values()) for entry in entries(kind)]
+    return [(name, entry.values()) for name, entry in entries(kind).items()]
 
 
 def _typed(run: StoredRun, kind: str) -> str:

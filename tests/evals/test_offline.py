@@ -14,7 +14,7 @@ from harness.config.catalogue import CONF, entries
 from tests.evals.counting import CountedText
 
 # lm-eval's data are its own affair, and rows are the user's
-TASKS = [entry.name for entry in entries("task") if entry.name not in ("lm_eval", "rows")]
+TASKS = [name for name in entries("task") if name not in ("lm_eval", "rows")]
 COMMANDS = {  # where the hub's file must go so that it is found
     "longbench_v2": r"zai-org/LongBench-v2 data.json .* --local-dir DATA/LongBench-v2",
     "math": r"HuggingFaceH4/MATH-500 test.jsonl .* --local-dir DATA/MATH-500",
@@ -38,7 +38,7 @@ def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def first_examples(name: str, root: Path | None) -> list[Example]:
-    (entry,) = (entry for entry in entries("task", (CONF,)) if entry.name == name)
+    entry = entries("task", (CONF,))[name]
     values = {key: value for key, value, _ in entry.parameters()}
     task: Task = plugins.build({"_target_": entry.target} | values, "task")
     env = TaskEnv(text=CountedText(), seed=42, data_root=root)

@@ -114,7 +114,7 @@ def write(root: Path) -> None:
 
 def digests(root: Path, name: str, changes: dict[str, Any]) -> dict[str, str]:
     """Return a hash of a task's first examples, and one of what they score for OUTPUTS and for the right answers."""
-    (entry,) = (entry for entry in entries("task") if entry.name == name)
+    entry = entries("task")[name]
     values = {key: value for key, value, _ in entry.parameters()}
     task: Task = plugins.build({"_target_": entry.target} | values | changes, "task")
     env = TaskEnv(text=Chat() if "turns" in changes else Words(), seed=42, data_root=root, window=6000)

@@ -12,7 +12,7 @@ from harness.config.compose import composed
 from tests.generated_pages import COMMAND, methods_page
 
 ROOT = Path(__file__).parents[2]
-METHODS = {entry.name: entry for entry in entries("method")}
+METHODS = entries("method")
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -32,13 +32,13 @@ def test_a_name_alone_shows_its_card_whatever_it_names(capsys: pytest.CaptureFix
 
 def test_the_page_in_docs_is_what_the_cards_say() -> None:
     written = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
-    assert methods_page(entries("method")) == written, f"run: {COMMAND}"
+    assert methods_page(METHODS.values()) == written, f"run: {COMMAND}"
 
 
 def test_a_preset_is_its_base_with_its_own_values(tmp_path: Path) -> None:
     (tmp_path / "method").mkdir()
     (tmp_path / "method" / "wide.yaml").write_text("# Wider.\ndefaults: [snapkv, _self_]\nkernel: 31  # far\n")
-    [wide] = (entry for entry in entries("method", (tmp_path,)))
+    [wide] = entries("method", (tmp_path,)).values()
     assert wide.base == METHODS["snapkv"]
     assert wide.values() == METHODS["snapkv"].values() | {"kernel": 31}
     comments = {name: comment for name, _, comment in wide.parameters()}

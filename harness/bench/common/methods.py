@@ -27,13 +27,17 @@ MeasureMethod = Callable[[Method], dict[str, Any]]  # -> a row's numbers
 def names() -> list[str]:
     """Return the names of all methods, without presets and without those that run another project's
     code."""
-    return [entry.name for entry in entries("method") if entry.base is None and not entry.bridged]
+    return [
+        entry.name
+        for entry in entries("method").values()
+        if entry.base is None and not entry.bridged
+    ]
 
 
 def load(name: str, folders: Sequence[Path] = (), **changes: Any) -> Method:
     """Return the method that a yaml file describes. `folders`: further folders with
     method/NAME.yaml; `changes`: parameters that replace those of the file."""
-    known = {entry.name: entry for entry in entries("method", (CONF, *folders))}
+    known = entries("method", (CONF, *folders))
     if name not in known:
         raise ValueError(f"--methods {name} is unknown{suggestion(name, known)}")
     method: Method = build(known[name].values() | changes, "method")

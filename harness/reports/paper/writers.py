@@ -195,7 +195,7 @@ def _cited(table: PaperTable) -> dict[str, str]:
     if not BIB.is_file():
         raise ConfigError(f"cite: {BIB} is not there: it comes with the repository, not the wheel")
     keys = set(re.findall(r"^@\w+{([^,]+),", BIB.read_text(encoding="utf-8"), re.MULTILINE))
-    known = {entry.name: entry for entry in entries("method")}
+    known = entries("method")
     cited = {}
     for one in table.chosen:
         entry = known.get(name(one.row.run, "method"))

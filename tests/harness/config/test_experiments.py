@@ -50,7 +50,7 @@ def described(model: ModelSource) -> ModelInfo:
 def require(config: dict[str, Any]) -> None:
     """What a run would refuse before it loads weights; models of the hub by their public shapes."""
     method, task = (plugins.build(config[kind], kind) for kind in ("method", "task"))
-    shapes = {entry.values().get("name"): entry.name for entry in entries("model") if entry.name in SHAPES}
+    shapes = {entry.values().get("name"): name for name, entry in entries("model").items() if name in SHAPES}
     named = config["model"].get("name")
     model = Random(shape=shapes[named]) if named else plugins.build(config["model"], "model")
     resolved = resolve(settings_of(config | {"data": {"root": None}}), method, described(model))

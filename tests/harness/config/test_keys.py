@@ -34,11 +34,11 @@ def test_defaults_and_values_are_those_of_the_schema() -> None:
 
 
 def test_each_parameter_stands_on_one_page() -> None:
-    pages = {"method": methods_page(entries("method")), "task": settings_page(), "model": settings_page()}
+    pages = {"method": methods_page(entries("method").values()), "task": settings_page(), "model": settings_page()}
     assert "`method.m=" not in settings_page()
     for group in GROUPS:
         page, prefix = pages[group], "" if group == "method" else f"{group}."
-        whole = {entry.target: entry for entry in reversed(entries(group))}  # the first of each class
+        whole = {entry.target: entry for entry in reversed(entries(group).values())}  # the first of each class
         for entry in whole.values():
             for name, _, comment in entry.parameters():
                 assert f"`{prefix}{name}=" in page

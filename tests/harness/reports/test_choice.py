@@ -150,7 +150,7 @@ def test_a_wrong_file_is_refused_in_one_sentence(tmp_path: Path, text: str, said
 
 
 def test_a_preset_has_its_bases_name_and_what_it_changes_unless_its_card_has_a_name(tmp_path: Path) -> None:
-    known = {entry.name: entry.facts()["name"] for entry in entries("method")}
+    known = {name: entry.facts()["name"] for name, entry in entries("method").items()}
     assert known["snapkv_kernel15"] == "SnapKV (kernel=15)"
     assert known["press_lagkv"] == "LagKV (kvpress)"
     assert known["streaming"] == "StreamingLLM"

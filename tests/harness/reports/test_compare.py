@@ -254,7 +254,7 @@ def test_values_are_spelled_as_they_are_typed_and_long_ones_stay_short_and_diffe
 
 
 def test_a_parameter_that_is_not_the_preset_s_is_named_even_where_no_other_row_has_it(tmp_path: Path) -> None:
-    values = next(entry for entry in entries("method") if entry.name == "snapkv_kernel15").values()
+    values = entries("method")["snapkv_kernel15"].values()
     for window in (values["window"], 8):
         facts = {"presets": {"method": "snapkv_kernel15"}}
         method = values | {"window": window}
@@ -263,7 +263,7 @@ def test_a_parameter_that_is_not_the_preset_s_is_named_even_where_no_other_row_h
 
 
 def test_a_press_that_is_not_the_presets_is_named_with_the_press_in_it(tmp_path: Path) -> None:
-    values = next(entry for entry in entries("method") if entry.name == "kvpress").values()
+    values = entries("method")["kvpress"].values()
     method, facts = values | {"press": {"name": "AdaKVPress", "press": {"name": "KnormPress"}}}, {}
     facts["presets"] = {"method": "kvpress"}
     [row] = rows(write_run(tmp_path, records([1.0, 0.0]), "kvpress", method=method, facts=facts))

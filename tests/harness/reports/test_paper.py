@@ -28,7 +28,7 @@ from tests.fake_records import record, write_run
 
 RULER = {"task": {"_target_": "evals.ruler.Ruler", "lengths": [1024]}}
 OTHER = {"model": {"name": "org/A_model & more", "revision": None}}
-METHODS = {entry.name: entry for entry in entries("method")}
+METHODS = entries("method")
 DOCS = Path(__file__).parents[3] / "docs" / "results.md"
 GOOD, BAD = [1.0] * 24, [0.0, 0.25] * 12
 

@@ -221,7 +221,7 @@ def test_as_many_share_a_prefill_as_fit_into_memory(room: int, together: int) ->
     assert len(fitting(jobs)) == together
 
 
-@pytest.mark.parametrize("entry", entries("method"), ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", entries("method").values(), ids=entries("method"))
 def test_every_method_declares_values_that_it_takes(entry: Any) -> None:
     method: Method = build(entry.values(), "method")
     for name, values in method.tunable.items():
