@@ -22,6 +22,7 @@ def _no_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
 
 
+@pytest.mark.slow
 def test_the_real_client_keeps_a_run_offline(cli: Callable[..., Any], tmp_path: Path) -> None:
     wandb = pytest.importorskip("wandb")
     code, _, err = cli("method=full", "wandb.project=kv", "task.depths=1")
