@@ -9,10 +9,10 @@ from weakref import WeakSet, finalize
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from methods.tiers.rows import HostRows
 from methods.tiers.tier import DEVICE, HOST
+from tests.dispatched import tensors
 
 
 class Allocations(TorchDispatchMode):
@@ -48,10 +48,10 @@ class Allocations(TorchDispatchMode):
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {x.untyped_storage()._cdata for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)}
+        given = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
         out = func(*args, **(kwargs or {}))
-        for x in tree_iter(out):
-            if isinstance(x, torch.Tensor) and not x.is_meta and x.untyped_storage()._cdata not in given:
+        for x in tensors(out):
+            if not x.is_meta and x.untyped_storage()._cdata not in given:
                 self._count(x.untyped_storage(), mapped=func is torch.ops.aten.from_file.default)
         return out
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import cpu
 from kernels.step_inputs import CaptureError
-from tests.dispatched import changes, tensors
+from tests.dispatched import changes, mapped, tensors
 
 WAITING = ("item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2")
 FROM_HOST = (torch.tensor, torch.as_tensor)
@@ -100,7 +100,7 @@ class CpuGraph(TorchDispatchMode):
             return self._on_the_cpu(func(*args, **kwargs))
         names = {argument.name for argument in func._schema.arguments}
         elsewhere = {name: value for name, value in (("device", "meta"), ("pin_memory", False)) if name in names}
-        return _mapped(self._on_the_cpu, func(*_mapped(_meta, args), **_mapped(_meta, kwargs) | elsewhere))
+        return mapped(self._on_the_cpu, func(*mapped(_meta, args), **mapped(_meta, kwargs) | elsewhere))
 
     def _on_the_cpu(self, like: Tensor) -> Tensor:
         size = max(1, like.untyped_storage().nbytes())
@@ -112,7 +112,7 @@ class CpuGraph(TorchDispatchMode):
 
     def _kept(self, value: Any) -> Any:
         """The same with tensors that this graph alone holds."""
-        return _mapped(self._own, value)
+        return mapped(self._own, value)
 
     def _own(self, x: Tensor) -> Tensor:
         if (room := self._places.get(x.untyped_storage().data_ptr())) is None:
@@ -179,15 +179,6 @@ class NoValues(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """What an operation takes or returns, with other tensors; torch's own function for trees takes longer."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, list | tuple):
-        return type(value)(_mapped(change, part) for part in value)
-    return {name: _mapped(change, part) for name, part in value.items()} if isinstance(value, dict) else value
-
-
 def _meta(x: Tensor) -> Tensor:
     if not x.is_cpu:
         raise CaptureError(f"takes a tensor on {x.device}")
@@ -207,8 +198,8 @@ def _refuse_another_size(func: Any, args: Any, kwargs: Any) -> None:
     outs = {argument.name: kwargs[argument.name] for argument in func._schema.arguments if argument.is_out}
     reshapes = torch.Tag.inplace_view in func.tags
     if outs and not reshapes:
-        like = _mapped(_meta, kwargs)
-        func(*_mapped(_meta, args), **like)
+        like = mapped(_meta, kwargs)
+        func(*mapped(_meta, args), **like)
         pairs = zip(tensors([like[name] for name in outs]), tensors(outs), strict=True)
         reshapes = any(made.shape != out.shape for made, out in pairs)
     if reshapes:

@@ -54,6 +54,15 @@ def is_launch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     return any(_storage(x) not in given for x in tensors(out))
 
 
+def mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return what an operation takes or returns with other tensors."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)(mapped(change, part) for part in value)
+    return {name: mapped(change, part) for name, part in value.items()} if isinstance(value, dict) else value
+
+
 @contextmanager
 def operations() -> Iterator[list[Called]]:
     """Note the operations of kernels/ops.py that are called inside, but not those that one of them calls."""

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
+
+from tests.dispatched import mapped, tensors
 
 OTHER = torch.device("meta")
 CPU = torch.device("cpu")
@@ -42,31 +44,27 @@ class Elsewhere(Tensor):
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Run an operation on the numbers of its tensors; what it returns lies where they lie, or where it is told to."""
-    given = list(args)
-    places = [place for place in (*given, *kwargs.values()) if isinstance(place, torch.device)]
-    given, plain = (
-        tree_map(lambda leaf: CPU if isinstance(leaf, torch.device) else leaf, part) for part in (given, dict(kwargs))
-    )
-    tensors = [leaf for leaf in tree_flatten((given, plain))[0] if isinstance(leaf, Tensor)]
-    there = [tensor for tensor in tensors if isinstance(tensor, Elsewhere)]
+    places = [place for place in (*args, *kwargs.values()) if isinstance(place, torch.device)]
+    given = [CPU if isinstance(value, torch.device) else value for value in args]
+    plain = {name: CPU if isinstance(value, torch.device) else value for name, value in kwargs.items()}
+    found = tensors((given, plain))
+    there = [tensor for tensor in found if isinstance(tensor, Elsewhere)]
     moves = bool(places) or func is torch.ops.aten.copy_.default
-    if not moves and there and any(x.dim() for x in tensors if not isinstance(x, Elsewhere)):
-        raise RuntimeError(f"{func} is given tensors of two devices, of {[tuple(x.shape) for x in tensors]}")
-    goes = places[0] == OTHER if places else isinstance(tensors[0], Elsewhere) if moves else bool(there)
+    if not moves and there and any(x.dim() for x in found if not isinstance(x, Elsewhere)):
+        raise RuntimeError(f"{func} is given tensors of two devices, of {[tuple(x.shape) for x in found]}")
+    goes = places[0] == OTHER if places else isinstance(found[0], Elsewhere) if moves else bool(there)
     outer = {id(tensor.numbers): tensor for tensor in there}
-    given, plain = tree_map(lambda leaf: leaf.numbers if isinstance(leaf, Elsewhere) else leaf, (given, plain))
+    given, plain = mapped(lambda x: x.numbers if isinstance(x, Elsewhere) else x, (given, plain))
     result = func(*given, **plain)
-    if places and goes and any(result is x for x in tensors):  # on the CPU both devices are one, so nothing was copied
+    if places and goes and any(result is x for x in found):  # on the CPU both devices are one, so nothing was copied
         result = result.clone()
 
-    def wrapped(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if id(leaf) in outer and goes:  # an operation in place
-            return outer[id(leaf)]
-        return Elsewhere(leaf) if goes else leaf
+    def wrapped(x: Tensor) -> Tensor:
+        if id(x) in outer and goes:  # an operation in place
+            return outer[id(x)]
+        return Elsewhere(x) if goes else x
 
-    return tree_map(wrapped, result)
+    return mapped(wrapped, result)
 
 
 class _Operations(TorchDispatchMode):
