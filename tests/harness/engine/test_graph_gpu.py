@@ -34,8 +34,7 @@ from tests.tiny import fresh, prompt, tiny
 HEADS = [(3, 1, 64), (5, 5, 80), (6, 3, 96), (7, 1, 128), (9, 3, 256)]  # query heads, KV heads, their size
 # PQCache with as many centroids as keys: of tokens that share theirs, backends may choose either
 SHAPED: list[Method] = [small("full"), replace(small("pqcache"), b=8), small("sparq"), small("shadowkv")]  # type: ignore[call-arg]
-COMING = [("full", "device"), ("full_offloaded", "host")]
-COMING += [(name, placement) for name in ("infinigen", "pqcache", "shadowkv") for placement in ("device", "host")]
+COMING = [(name, "host") for name in ("full_offloaded", "infinigen", "pqcache", "shadowkv")]
 PLACES = in_places("device", "host")
 QUICK = [*((name, "device") for name in ("snapkv", "tova", "rkv")), *(place for place in PLACES if place[1] == "host")]
 
@@ -85,7 +84,7 @@ def counted(made: Generation) -> dict[str, float]:
 @placed(QUICK)
 def test_a_graph_gives_the_tokens_of_single_launches(device: str, name: str, placement: str) -> None:
     """The second prompt, and a GPU's third, takes over the graph of the first, or the memory of the one before."""
-    prompts, new = (2, 8) if device == "cpu" else (3, 12)
+    prompts, new = (2, 5) if device == "cpu" else (3, 12)
     how: dict[str, Any] = {"budget": 0.5, "placement": placement, "calibration": prompt(64, seed=9)}
     with attached(model_on(device), small(name), overlap=placement == "host", **how) as kv:
         plain, captured = engines(kv, device)
@@ -116,10 +115,12 @@ def test_heads_of_any_count_and_size_are_captured(heads: tuple[int, int, int], d
 
 @placed(COMING)
 def test_sequences_join_and_leave_while_steps_are_captured(name: str, placement: str, device: str) -> None:
+    """Where all rows lie on a CPU, tests/harness/engine/test_together.py says so."""
+    few = 3 if device == "cpu" else 5
     how: dict[str, Any] = {"budget": 0.5, "placement": placement, "calibration": prompt(64, seed=9)}
     with attached(model_on(device), small(name), overlap=placement == "host", **how) as kv:
         plain, captured = engines(kv, device)
-        wanted, together = in_a_batch(plain, 2, 5), in_a_batch(captured, 2, 5)
+        wanted, together = in_a_batch(plain, 2, few), in_a_batch(captured, 2, few)
     for generation, other in zip(together, wanted, strict=True):
         assert (generation.tokens, counted(generation)) == (other.tokens, counted(other))
     assert name not in CAPTURED or all(generation.capture_s for generation in together)

@@ -28,7 +28,7 @@ from tests.tape import Tape
 from tests.tiny import prompt, tiny
 
 NEW = 8
-LENGTHS = (61, 90, 74, 83)  # the second leaves after three tokens, and a fifth joins
+LENGTHS = (61, 90, 74)  # the second leaves after three tokens, and a fourth joins
 LATER = 67
 MEASURED = (
     "tokens", "stops", "sealed", "fallback", "measured", "kv", "along",
@@ -61,7 +61,7 @@ def together(engine: Engine, **how: Any) -> list[Generation]:
     slots = [engine.join(batch, ids, **given, **how) for ids, given in first]
     while not batch.step():
         pass
-    assert len(batch.sequences) == 3
+    assert len(batch.sequences) == 2
     slots.append(engine.join(batch, ids, **given, **how))
     while batch.sequences:
         batch.step()
@@ -69,7 +69,7 @@ def together(engine: Engine, **how: Any) -> list[Generation]:
 
 
 def assert_the_same(made: Sequence[Generation], wanted: Sequence[Generation]) -> None:
-    assert [len(generation.tokens[0]) for generation in made] == [8, 3, 8, 8, 8]
+    assert [len(generation.tokens[0]) for generation in made] == [8, 3, 8, 8]
     for generation, other in zip(made, wanted, strict=True):
         assert {name: getattr(generation, name) for name in MEASURED} == {
             name: getattr(other, name) for name in MEASURED

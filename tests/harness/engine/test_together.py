@@ -32,7 +32,7 @@ from methods.tiers.codecs import codec_of
 from tests.batches import together as in_one_batch
 from tests.dispatched import operations
 from tests.methods.test_contract import QUICK, attach, small
-from tests.quick import slow_if
+from tests.quick import every, slow_if
 from tests.tape import Tape
 from tests.tiny import SHAPE, prompt, tiny
 
@@ -142,7 +142,9 @@ def test_a_step_launches_no_more_for_more_members(name: str) -> None:
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize("name", ["pqcache", "quest", "rocketkv", "infinigen", "sparq", "coded", "snapkv", "adakv"])
+@pytest.mark.parametrize(
+    "name", every(2, ["pqcache", "quest", "rocketkv", "infinigen", "snapkv", "sparq", "adakv", "coded"])
+)
 def test_members_whose_tokens_are_codes_attend_together(name: str) -> None:
     """Codes fill no block, one, or several, and behind them stand tokens that fill none. The same in captured steps."""
     unequal, alike = [prompt(30), prompt(61, batch=2), prompt(90), prompt(24)], [prompt(n) for n in (100, 119, 97)]
