@@ -71,10 +71,14 @@ int64_t margins(const float* x, float* out, int heads, int64_t count, int64_t ca
     return total;
 }
 
-// Maps a float to an integer of the same order; NaN sorts above everything.
-inline u32 order(u32 bits) { return bits ^ ((u32)((i32)bits >> 31) | 0x80000000u); }
+// Maps a float to an integer of the same order, both zeros to the same; NaN sorts above everything.
+inline u32 order(f32 x) {
+    u32 bits = (u32)(x + 0.0f);
+    return bits ^ ((u32)((i32)bits >> 31) | 0x80000000u);
+}
 inline uint32_t order(float x) {
     uint32_t bits;
+    x += 0.0f;
     std::memcpy(&bits, &x, 4);
     return bits ^ ((uint32_t)((int32_t)bits >> 31) | 0x80000000u);
 }
@@ -123,7 +127,7 @@ int64_t collect(const float* x, int64_t count, uint32_t least, uint32_t* keys, i
     u32 place;
     UNROLL for (int i = 0; i < LANES; i++) place[i] = i;
     over(x, count, 0, [&](int64_t at, f32 v) {
-        u32 key = order((u32)v);
+        u32 key = order(v);
         int hits = bits_of(key >= least);
         if (at + LANES > count) hits &= (1 << (count - at)) - 1;
         store(keys + kept, compress(key, hits));

@@ -251,7 +251,7 @@ def gather_rows() -> Iterator[OpCase]:
             rows = pick(6, batch, groups, count, chosen)
             yield OpCase("gather_rows", f"{name}-{chosen}", (stored(5, batch, groups, count, dim), rows))
     yield OpCase("gather_rows", "inner-view", (stored(5, 2, 3, 40, 32)[:, :, 7:], pick(6, 2, 3, 33, 9)))
-    yield OpCase("gather_rows", "expanded", (stored(5, 1, 1, 40, 32).expand(-1, 3, -1, -1), pick(6, 1, 3, 40, 9)))
+    yield OpCase("gather_rows", "expanded", (stored(5, 2, 1, 40, 32).expand(-1, 3, -1, -1), pick(6, 2, 3, 40, 9)))
     yield OpCase("gather_rows", "by-token", (random(5, 2, 40, 3, 32).transpose(1, 2), pick(6, 2, 3, 40, 9)))
 
 

@@ -330,8 +330,7 @@ def test_compiled_backends_take_the_first_of_equal_scores(backend: str, count: i
     scores[1, 1] = -3.0
     scores[1, 2] = torch.where(scores[1, 2].abs() < 1, scores[1, 2], scores[1, 2] * float("inf"))
     scores = (scores.float() if backend == "cpu" else scores).to(device_of(backend))
-    if backend == "triton":  # zeros of both signs are equal
-        scores[0, 1].mul_(0)
+    scores[0, 1].mul_(0)  # zeros of both signs are equal
     wanted = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
     with use_backend(backend):
         if reason := ops.top_k.refusal(backend, scores, count):
