@@ -2,7 +2,7 @@
 
 Launches are turned into compilations, down to machine code, for a driver that only names its target: the first word, a
 compute capability such as 80 (A100), 89 (L4), 90 (H100), 100 (B200) or 120 (RTX 5090). The interpreter takes what the
-compiler refuses, so both are needed.
+compiler refuses, so both are needed. With the word `once` each kernel is compiled for its first launch alone.
 
 Prints two tables. The first has a line for each kernel: how many variants the test cases ask for, and the most
 registers, stack (bytes of a thread that did not fit into registers) and shared memory that one of them takes.
@@ -185,23 +185,26 @@ def refused(name: str, *args: Any) -> str | None:
 class Compilations:
     """Stands where Triton launches kernels, and compiles them in place of running."""
 
-    def __init__(self, capability: int) -> None:
+    def __init__(self, capability: int, once: bool) -> None:
         self.codes: dict[str, dict[int, MachineCode]] = {}  # by kernel, of each variant
         self.launches: list[tuple[str, int, MachineCode]] = []  # kernel and programs, since they were last taken
-        self._capability = capability
+        self._capability, self._once = capability, once
         self._run = JITFunction.run
         driver.set_active(Driver(capability))
         JITFunction.run = lambda kernel, *args, **options: self.compile(kernel, *args, **options)
         common._device = lambda: Multiprocessors(capability)
 
     def compile(self, function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        name = f"{function.__module__}.{function.__name__}"
+        variants = self.codes.setdefault(name, {})
+        if variants and self._once:
+            self.launches.append((name, prod(grid), next(iter(variants.values()))))
+            return None
         kernel = self._run(function, *args, grid=grid, warmup=True, **options)
         assert kernel.asm["cubin"], function
         if function is rope._turn:
             # a bf16 product is one below sm_90, which has no other: it is rounded all the same
             assert "fma.rn.f32" not in kernel.asm["ptx"], "each product of a rotation is rounded, as in torch"
-        name = f"{function.__module__}.{function.__name__}"
-        variants = self.codes.setdefault(name, {})
         if id(kernel) not in variants:
             variants[id(kernel)] = MachineCode(kernel, self._capability)
         self.launches.append((name, prod(grid), variants[id(kernel)]))
@@ -218,15 +221,16 @@ class Compilations:
 
     def of_launches(self, operations: Iterable[OpCase]) -> str:
         """Return a table of what the kernels of these operations take, a line for each launch. What Triton refuses is
-        left out."""
+        left out, and so is what a kernel takes if it may have been compiled for another launch."""
         rows = []
         for case in operations:
             self.launches.clear()
             if "triton" in OPS[case.op].targets and refused(case.op, *case.args) is None:
                 launch(case.op, *case.args)
                 megabytes = f"{bytes_read(case.op, case.args) / 1e6:.3g}"
-                rows += [(f"{case.op} {case.what}", megabytes, *_launch(*launched)) for launched in self.launches]
-        return table(HEAD, rows)
+                described = [(name,) if self._once else _launch(name, *how) for name, *how in self.launches]
+                rows += [(f"{case.op} {case.what}", megabytes, *row) for row in described]
+        return table(HEAD[:3] if self._once else HEAD, rows)
 
 
 def _launch(name: str, programs: int, code: MachineCode) -> tuple[Any, ...]:
@@ -260,12 +264,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def main(words: list[str]) -> None:
-    capability = int(words[0])
-    compilations = Compilations(capability)
-    compile_cases([getattr(torch, name) for name in words[1:]])
-    print(f"triton {triton.__version__}, sm_{capability}", compilations.of_all(), sep="\n")
+    capability, once = int(words[0]), "once" in words
+    compilations = Compilations(capability, once)
     shape = LayerShape(32, 8, 128, torch.bfloat16, torch.device("cpu"))
-    print(compilations.of_launches(op_cases.cases(LargeInputs(shape, tokens=131072, budget=2048, prefill=1024))))
+    inputs = LargeInputs(shape, tokens=131072, budget=2048, prefill=1024)
+    launches = compilations.of_launches(op_cases.cases(inputs))
+    compile_cases([getattr(torch, name) for name in words[1:] if name != "once"])
+    print(f"triton {triton.__version__}, sm_{capability}", compilations.of_all(), launches, sep="\n")
 
 
 if __name__ == "__main__":
