@@ -141,9 +141,10 @@ def _channels(
     for first in range(0, HEADS, FOLD):
         head = first + tl.arange(0, FOLD)
         row, mine = this * HEADS + head, head < HEADS
+        scores = tl.zeros([FOLD, _BLOCK], tl.float32)
         if (block + 1) * _BLOCK <= count:
             scores = _products(q, keys, step, channels, token, live, row, mine, WIDTH, True, STEP)
-        else:
+        elif block * _BLOCK < count:
             scores = _products(q, keys, step, channels, token, live, row, mine, WIDTH, False, STEP)
         if SUM:
             summed += tl.sum(scores, 0)  # rows beyond HEADS are zero

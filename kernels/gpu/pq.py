@@ -30,7 +30,7 @@ from kernels.gpu.common import (
     unfit_group,
     unfit_shape,
 )
-from kernels.gpu.top_k import MOST, fill, kth_largest, pieces_of, placed
+from kernels.gpu.top_k import MOST, fill, kth_largest, pieces_of, placed, tiles_of
 from kernels.per_sequence import PerSequence
 from kernels.ragged import Ragged, first_of, too_few, with_sizes
 
@@ -132,7 +132,7 @@ def pq_best(
     out = torch.empty((batch, groups, most), dtype=torch.int64, device=q.device)
     if out.numel():
         rows, tokens = batch * groups, codes.shape[2]
-        pieces, tiles, tile = pieces_of(rows, tokens)
+        pieces, tile = pieces_of(rows, tokens)
         cells = padded(clusters)
         kinds = torch.empty((rows, cells, cells), dtype=torch.int8, device=q.device)
         needs = torch.empty(rows, dtype=torch.int32, device=q.device)
@@ -150,7 +150,6 @@ def pq_best(
             kinds,
             numbers,
             tokens,
-            tiles,
             groups,
             cells,
             tile,
@@ -305,26 +304,27 @@ def _kinds(codes, kinds, this, at, live, GROUPS: tl.constexpr, CELLS: tl.constex
     return load(kinds + this * (CELLS * CELLS) + cell, live)
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit
 def _count_kinds(
-    codes, lengths, kinds, numbers, length, tiles, GROUPS: tl.constexpr, CELLS: tl.constexpr, TILE: tl.constexpr
+    codes, lengths, kinds, numbers, length, GROUPS: tl.constexpr, CELLS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """Count the tokens of one piece of a KV head whose cells are of kind 2, and of kind 1."""
-    this, piece = program_at(0), tl.program_id(1)
+    this, piece, pieces = program_at(0), tl.program_id(1), tl.num_programs(1)
     length = number_of(lengths, this // GROUPS, length)
     both = tl.zeros([TILE], tl.int32)  # kind 1 from bit 16 on
-    for tile in range(piece * tiles, (piece + 1) * tiles):
+    start, end = tiles_of(length, piece, pieces, TILE)
+    for tile in range(start, end):
         at = tile * TILE + tl.arange(0, TILE)
         kind = _kinds(codes, kinds, this, at, at < length, GROUPS, CELLS)
         both += (kind == 2).to(tl.int32) + ((kind == 1).to(tl.int32) << 16)
-    to = numbers + (this * tl.num_programs(1) + piece) * 2
+    to = numbers + (this * pieces + piece) * 2
     tl.store(to, tl.sum(both & 0xFFFF, 0))
     tl.store(to + 1, tl.sum(both >> 16, 0))
 
 
-@triton.jit(do_not_specialize=["tiles", "room"])
+@triton.jit(do_not_specialize=["room"])
 def _place_kinds(
-    codes, lengths, kinds, numbers, length, tiles, GROUPS: tl.constexpr, CELLS: tl.constexpr, TILE: tl.constexpr, out,
+    codes, lengths, kinds, numbers, length, GROUPS: tl.constexpr, CELLS: tl.constexpr, TILE: tl.constexpr, out,
     needs, counts, room, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Write the chosen tokens of one piece of a KV head at the places that the earlier pieces
@@ -335,7 +335,8 @@ def _place_kinds(
     before = numbers + (this * pieces + each) * 2
     larger = tl.sum(load(before, each < piece), 0)
     equal, need = tl.sum(load(before + 1, each < piece), 0), tl.load(needs + this)
-    for tile in range(piece * tiles, (piece + 1) * tiles):
+    start, end = tiles_of(length, piece, pieces, TILE)
+    for tile in range(start, end):
         at = tile * TILE + tl.arange(0, TILE)
         kind = _kinds(codes, kinds, this, at, at < length, GROUPS, CELLS)
         place, taken, larger, equal = placed(kind == 2, kind == 1, larger, equal, need)

@@ -62,7 +62,7 @@ def top_k(scores: Tensor | Ragged, count: int | PerSequence) -> Tensor | Ragged:
                 out, keys = _select(keys, out, most, pieces, lists, None, counts)
         else:
             count_of, size = rows.shape
-            pieces, tiles, tile = pieces_of(count_of, size)
+            pieces, tile = pieces_of(count_of, size)
             tables = rows.new_empty((2, count_of, pieces, _BINS.value), dtype=torch.int32)
             found = rows.new_empty((count_of, _BYTES.value, 2), dtype=torch.int32)
             larger = rows.new_empty((_BYTES.value, count_of, pieces), dtype=torch.int32)
@@ -72,7 +72,6 @@ def top_k(scores: Tensor | Ragged, count: int | PerSequence) -> Tensor | Ragged:
                 rows.stride(0),
                 size,
                 most,
-                tiles,
                 lists,
                 padded(pieces, 1),
                 tile,
@@ -141,12 +140,20 @@ def _select(
     return out, keys
 
 
-def pieces_of(rows: int, size: int) -> tuple[int, int, int]:
-    """Return how to cut `rows` rows of `size` entries among programs: into how many pieces each,
-    how many tiles a piece has, and how many entries a tile."""
+def pieces_of(rows: int, size: int) -> tuple[int, int]:
+    """Return how to cut `rows` rows of `size` entries among programs: into how many pieces each, and
+    how many entries a tile has. A piece has as many tiles as the row then needs (`tiles_of`)."""
     tile = 4096 if size > 65536 else 2048
     tiles = triton.cdiv(size, tile * min(_MOST_PIECES, max(1, _MOST_PROGRAMS // rows)))
-    return triton.cdiv(size, tile * tiles), tiles, tile
+    return triton.cdiv(size, tile * tiles), tile
+
+
+@triton.jit
+def tiles_of(size, piece, pieces, TILE: tl.constexpr):
+    """Return the first tile of one of the `pieces` of a row of `size` entries, and the one behind its
+    last. Rows that end early, as where captured steps round lengths up, are shared by all pieces."""
+    tiles = tl.cdiv(tl.cdiv(size, TILE), pieces)
+    return piece * tiles, (piece + 1) * tiles
 
 
 @triton.jit
@@ -269,9 +276,9 @@ def _found(tables, found, count, pieces, BYTE: tl.constexpr, PIECES: tl.constexp
     return (prefix << 8) | byte, need - tl.max(tl.where(upto < need, upto, 0), 0), table
 
 
-@triton.jit(do_not_specialize=["count", "tiles"])
+@triton.jit(do_not_specialize=["count"])
 def _count(
-    x, tables, found, larger, sizes, counts, xt: tl.int64, size, count, tiles, LISTS: tl.constexpr,
+    x, tables, found, larger, sizes, counts, xt: tl.int64, size, count, LISTS: tl.constexpr,
     PIECES: tl.constexpr, TILE: tl.constexpr, BYTE: tl.constexpr,
 ):  # fmt: skip
     """Count how often each value of byte number BYTE (0 is the highest) occurs in one piece of a
@@ -300,7 +307,8 @@ def _count(
             tl.store(found + 2 * BYTE - 2, prefix)
             tl.store(found + 2 * BYTE - 1, need)
     if left > 0:
-        for tile in range(piece * tiles, (piece + 1) * tiles):
+        start, end = tiles_of(size, piece, pieces, TILE)
+        for tile in range(start, end):
             at = tile * TILE + tl.arange(0, TILE)
             live = at < size
             key = _keys(x + row * xt, at, live) ^ 0x7FFFFFFF
@@ -319,9 +327,9 @@ def _count(
     tl.store(tables + own + value, table)
 
 
-@triton.jit(do_not_specialize=["count", "tiles"])
+@triton.jit(do_not_specialize=["count"])
 def _place(
-    x, tables, found, larger, out, sizes, counts, xt: tl.int64, size, count, tiles, LISTS: tl.constexpr,
+    x, tables, found, larger, out, sizes, counts, xt: tl.int64, size, count, LISTS: tl.constexpr,
     PIECES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the indices of those entries of one piece of a row that are among the `count` largest,
@@ -339,7 +347,8 @@ def _place(
     above = tl.sum(known) + tl.sum(tl.where(before & (value < (down & (_BINS - 1))), table, 0))
     equal = tl.sum(tl.where(before & (value == (down & (_BINS - 1))), table, 0))
     least = down ^ 0x7FFFFFFF
-    for tile in range(piece * tiles, (piece + 1) * tiles):
+    start, end = tiles_of(size, piece, pieces, TILE)
+    for tile in range(start, end):
         at = tile * TILE + tl.arange(0, TILE)
         live = at < size
         key = _keys(x + row * xt, at, live)
