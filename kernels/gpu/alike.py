@@ -15,7 +15,8 @@ from torch import Tensor
 from kernels.gpu import common
 from kernels.gpu.common import head_rows, load, located, padded, product, program_at
 
-_BYTES = 32768  # of a block of keys
+# numbers of a block of keys, by their bytes: products in fp32 take more registers
+_NUMBERS = {2: 16384, 4: 4096}
 _BLOCKS = tl.constexpr(8)  # blocks that are compared before a program asks whether it may end
 
 
@@ -25,8 +26,7 @@ def last_alike(keys: Tensor, threshold: float) -> Tensor:
     (batch, groups, count, dim), size = keys.shape, keys.element_size()
     last = torch.empty(keys.shape[:3], dtype=torch.int64, device=keys.device)
     lengths = torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32).clamp_(min=1e-8)
-    # products in fp32 take more registers
-    block = min(128 if size == 2 else 64, _BYTES // (padded(dim) * size))
+    block = min(256 // size, _NUMBERS[size] // padded(dim))
     _find[(triton.cdiv(count, block), batch * groups)](
         located(keys), lengths, last, threshold, count, groups, dim, block, max(16, block // 2),
         num_warps=8, num_stages=2,
