@@ -29,7 +29,7 @@ def rotation(dim: int, seed: int, device: torch.device) -> Tensor:
         matrix, upper = torch.linalg.qr(torch.randn(dim, dim, generator=drawn, dtype=torch.float64))
         # else the decomposition's habits would show in the rotation
         matrix = matrix * upper.diagonal().sign()
-    return matrix.float().to(device)
+    return matrix.float().contiguous().to(device)
 
 
 def rotate(x: Tensor, seed: int) -> Tensor:

@@ -116,7 +116,7 @@ def coded_attention_refuses(
         if isinstance(segment, Segment):
             continue
         coded = _tokens_of(segment)
-        kept = [first_of(coded.kept)] if isinstance(coded, Coded) and coded.kept is not None else []
+        kept = [first_of(x) for x in _kept_of(coded)[:1]]
         if kept and isinstance(segment, Rotated):
             return "keeps no channels of rotated keys"
         if reason := (
@@ -197,6 +197,12 @@ def _tokens_of(segment: Codes | Rotated) -> Codes:
     return segment.tokens if isinstance(segment, Rotated) else segment
 
 
+def _kept_of(coded: Codes) -> tuple[Tensor, ...]:
+    """Return the channels of keys that are kept in full, and which these are; nothing if none are."""
+    both = (coded.kept, coded.which) if isinstance(coded, Coded) else ()
+    return tuple(x for x in both if x is not None)
+
+
 def _tokens_of_a_tile(coded: Codes, dtype: torch.dtype) -> int:
     """Return how many tokens a program (one instance of the kernel) reads at a time, to attend to
     from queries of `dtype`.
@@ -204,7 +210,7 @@ def _tokens_of_a_tile(coded: Codes, dtype: torch.dtype) -> int:
     More tokens take fewer instructions and more registers. The ranges of a tile's keys must not be
     as many as threads: each thread would load a single number, and codes would follow that
     layout. Scales of blocks, and channels that are kept, are those of one block."""
-    if isinstance(coded, CodedFloats4) or (isinstance(coded, Coded) and coded.kept is not None):
+    if isinstance(coded, CodedFloats4) or _kept_of(coded):
         return min(32, coded.block & -coded.block)
     if not isinstance(coded, Coded) or dtype == torch.float32:
         return 32
@@ -239,9 +245,9 @@ def _given(coded: Codes, dtype: torch.dtype) -> _Given:
     if isinstance(coded, CodedFloats4):
         table = nvfp4.level_table(device, exact)
         return given._replace(levels=table, key_levels=table)
-    if isinstance(coded, Coded) and coded.kept is not None and coded.which is not None:
-        kept, which, channels = located(coded.kept), located(coded.which), coded.kept.shape[3]
-        return given._replace(kept=kept, which=which, channels=tl.constexpr(channels))
+    if both := _kept_of(coded):
+        kept, which = map(located, both)
+        return given._replace(kept=kept, which=which, channels=tl.constexpr(both[0].shape[3]))
     return given
 
 
@@ -251,14 +257,9 @@ def _turns(segment: Codes | Rotated, device: torch.device) -> tuple[Tensor | Non
     coded, seed = _tokens_of(segment), segment.seed if isinstance(segment, Rotated) else None
     signs = coded.seed if isinstance(coded, CodedLevels) else None
     return (
-        None if seed is None else _rows_of_rotation(coded.dim, seed, device),
+        None if seed is None else rotation(coded.dim, seed, device),
         None if signs is None else _of_signs(coded.dim, signs, seed, device),
     )
-
-
-@cache
-def _rows_of_rotation(dim: int, seed: int, device: torch.device) -> Tensor:
-    return rotation(dim, seed, device).contiguous()
 
 
 @cache
@@ -270,7 +271,8 @@ def _of_signs(dim: int, seed: int, turned_by: int | None, device: torch.device) 
 
 
 def _unfit(coded: Codes) -> str | None:
-    tensors = [first_of(x) for x in coded.all_four]
+    kept = _kept_of(coded)
+    tensors = [first_of(x) for x in (*coded.all_four, *kept)]
     (batch, groups, count, _), (ranges, *bits, _), dim = coded.k.shape, coded.kind, coded.dim
     widths = [of.row_bytes(dim, of_each) for of_each in bits]
     if isinstance(coded, Coded):
@@ -280,10 +282,8 @@ def _unfit(coded: Codes) -> str | None:
     else:
         widths += [2, 2 * ranges]
     of_rows = [*zip(coded.all_four, (count, count, None, count), widths, strict=True)]
-    if isinstance(coded, Coded) and coded.kept is not None and coded.which is not None:
-        tensors += [first_of(coded.kept), first_of(coded.which)]
-        blocks, channels = coded.k_range.shape[2], coded.kept.shape[3]
-        of_rows += [(coded.kept, count, channels), (coded.which, blocks, channels)]
+    blocks = coded.all_four[2].shape[2]
+    of_rows += [(x, rows, kept[0].shape[3]) for x, rows in zip(kept, (count, blocks), strict=False)]
     if any(x.stride(3) != 1 for x in tensors):
         return "needs the codes of a row side by side"
     sides = (unfit_shape(x, batch, groups, *sizes) for x, *sizes in of_rows)
@@ -331,8 +331,6 @@ def _attend_codes(
         q.dtype.element_ty if BITS == 0 or q.dtype.element_ty == tl.float32 else tl.float16
     )
     head, byte = tl.arange(0, padded(GROUP)), tl.arange(0, WIDE)[None, :]
-    V_WIDTH: tl.constexpr = of.row_bytes(DIM, VALUE_BITS)
-    v_byte = tl.arange(0, padded(V_WIDTH))[None, :]
     asked = q + this * GROUP * DIM
     if codes.levels is None:
         channel, is_channel = of.channels(DIM, VALUE_BITS)
@@ -352,9 +350,10 @@ def _attend_codes(
     values, value_step = head_rows(codes.v, batch, group)
     of_blocks, block_step = head_rows(codes.of_block, batch, group)
     of_tokens, token_step = head_rows(codes.of_token, batch, group)
-    if codes.levels is not None:
+    levels = codes.levels
+    if levels is not None:
         key_levels = tl.load(codes.key_levels + tl.arange(0, 1 << BITS))
-        levels = tl.load(codes.levels + tl.arange(0, 1 << VALUE_BITS))
+        levels = tl.load(levels + tl.arange(0, 1 << VALUE_BITS))
     every = tl.full([BLOCK, 1], 1, tl.int1)  # rows are read again where there are no more
     top = tl.full([head.shape[0]], float("-inf"), tl.float32)
     totals = tl.zeros([head.shape[0], BLOCK], tl.float32)
@@ -382,7 +381,7 @@ def _attend_codes(
                 missed = tl.trans(load_wide(of_token + 2, every))
                 logits += product(turned[1], tl.trans(sign)) * missed
         elif BITS == 0:
-            key = of.floats(row, of_token, byte, every & (byte < DIM))
+            key = of.floats(row, of_token, every, DIM)
             logits += product(queries[0], tl.trans(key.to(dtype)))
         else:
             if codes.kept is not None:
@@ -401,17 +400,7 @@ def _attend_codes(
         # 2**12 is the largest weight: those down to 2**-36 of it count in fp16
         shrink, weights = tl.exp2(top - highest), tl.exp2(logits - (highest - 12)[:, None])
         row = values + at * value_step
-        if codes.levels is not None:
-            value = of.levels(row, levels, DIM, VALUE_BITS)
-            if FLOATS4:
-                value = of.scaled(value, of_token + RANGES, DIM)
-            else:
-                value = (value * load_wide(of_token + 1, every)).to(dtype)
-        elif BITS == 0:
-            value = of.floats(row, of_token + 1, byte, every & (byte < DIM))
-        else:
-            value = load(row + v_byte, v_byte < V_WIDTH)
-            value = of.values(value, of_token, every, DIM, RANGES, VALUE_BITS, dtype)
+        value = of.values(row, of_token, levels, every, DIM, RANGES, VALUE_BITS, dtype)
         taken = product(weights.to(dtype), value.to(dtype))
         if FLOATS4:
             taken *= tl.load(of_block + 1)
@@ -469,8 +458,6 @@ def _decode_rows(
     batch, group = this // HEADS, this % HEADS
     place = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     FLOATS4: tl.constexpr = codes.of_token.x.dtype.element_ty == tl.uint8
-    WIDTH: tl.constexpr = of.row_bytes(DIM, BITS)
-    byte = tl.arange(0, padded(WIDTH))[None, :]
     listed = place < number_of(counts, batch, count)
     row, block = place, place // SHARED
     if rows is not None:
@@ -483,7 +470,6 @@ def _decode_rows(
     of_blocks, block_step = head_rows(codes.of_block, batch, group)
     of_tokens, token_step = head_rows(codes.of_token, batch, group)
     keys += row * key_step
-    values += row * value_step
     of_token, of_block = of_tokens + row * token_step, of_blocks + block * block_step
     if codes.levels is None:
         channel, there = of.channels(DIM, BITS)
@@ -492,29 +478,28 @@ def _decode_rows(
         channel, there = of.eighths(DIM, 8)
         v_channel, v_there = channel, there
     there, v_there = listed & there, listed & v_there
-    if codes.levels is not None:
+    levels = codes.levels
+    if levels is not None:
+        levels = tl.load(levels + tl.arange(0, 1 << VALUE_BITS))
         key_levels = tl.load(codes.key_levels + tl.arange(0, 1 << BITS))
-        levels = tl.load(codes.levels + tl.arange(0, 1 << VALUE_BITS))
-        key = of.levels(keys, key_levels, DIM, BITS)
-        value = of.levels(values, levels, DIM, VALUE_BITS)
-        if FLOATS4:
-            key = of.scaled(key, of_token, DIM) * load(of_block, listed)
-            value = of.scaled(value, of_token + RANGES, DIM) * load(of_block + 1, listed)
-        else:
-            key = key * load_wide(of_token, listed)
-            value = value * load_wide(of_token + 1, listed)
+        key = of.by_level(keys, key_levels, of_token, listed, DIM, BITS)
     elif BITS == 0:
-        key = of.floats(keys, of_token, byte, listed & (byte < DIM))
-        value = of.floats(values, of_token + 1, byte, listed & (byte < DIM))
+        key = of.floats(keys, of_token, listed, DIM)
     else:
-        packed = load(keys + byte, listed & (byte < WIDTH))
-        V_WIDTH: tl.constexpr = of.row_bytes(DIM, VALUE_BITS)
-        v_byte = tl.arange(0, padded(V_WIDTH))[None, :]
+        WIDTH: tl.constexpr = of.row_bytes(DIM, BITS)
+        byte = tl.arange(0, padded(WIDTH))[None, :]
         key = of.in_ranges(
-            packed, load(of_block + channel, there), load(of_block + DIM + channel, there), BITS
+            load(keys + byte, listed & (byte < WIDTH)),
+            load(of_block + channel, there),
+            load(of_block + DIM + channel, there),
+            BITS,
         )
-        packed_values = load(values + v_byte, listed & (v_byte < V_WIDTH))
-        value = of.values(packed_values, of_token, listed, DIM, RANGES, VALUE_BITS, tl.float32)
+    value = of.values(
+        values + row * value_step, of_token, levels, listed, DIM, RANGES, VALUE_BITS, tl.float32
+    )
+    if FLOATS4:
+        key *= load(of_block, listed)
+        value *= load(of_block + 1, listed)
     to = (this * count + place) * DIM
     if exact is not None:
         known = listed & (place >= number_of(unused, batch, 0))

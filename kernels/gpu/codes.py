@@ -34,11 +34,11 @@ def float8(codes):
 
 
 @triton.jit
-def floats(row, scale, dim, there):
-    """Decode floats of 8 bits: return in fp32 the numbers of the rows at the pointers `row` [n 1],
-    each row times the scale at the pointer `scale` [n 1]."""
-    scales = load_wide(scale, tl.max(there.to(tl.int32), 1, keep_dims=True) > 0)
-    return float8(load(row + dim, there)) * scales
+def floats(rows, scales, listed, DIM: tl.constexpr):
+    """Decode floats of 8 bits: return in fp32 the numbers of the rows at the pointers `rows` [n 1],
+    each times its scale at the pointers `scales` [n 1], where they are `listed` [n 1]."""
+    dim = tl.arange(0, padded(DIM))[None, :]
+    return float8(load(rows + dim, listed & (dim < DIM))) * load_wide(scales, listed)
 
 
 @triton.jit
@@ -124,35 +124,36 @@ def keys_of_plane(
 
 @triton.jit
 def values(
-    codes, ranges, listed, DIM: tl.constexpr, RANGES: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr
+    rows, ranges, table, listed, DIM: tl.constexpr, RANGES: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr
 ):  # fmt: skip
-    """Return values, plane after plane, [ROWS WIDE * 8 / BITS], for their codes [ROWS WIDE] and
-    pointers to their rows of `ranges` [ROWS 1], where these are `listed`: RANGES least numbers, and
-    as many steps, each for neighbouring channels."""
-    ROWS: tl.constexpr = codes.shape[0]
+    """Return the values whose codes stand at the pointers `rows` [n 1], where they are `listed`
+    [n 1]. `ranges` [n 1] points to a token's ranges or scales.
+
+    Integers come in `dtype`, plane after plane; RANGES least numbers, and as many steps, are each
+    for neighbouring channels. Other formats are as in `by_level` and `floats`, and their scales
+    stand behind RANGES of the key."""
+    ROWS: tl.constexpr = rows.shape[0]
+    WIDTH: tl.constexpr = row_bytes(DIM, BITS)
     SHARE: tl.constexpr = DIM // RANGES
-    value = _planes(codes, BITS)
-    if (
-        row_bytes(DIM, BITS) == codes.shape[1] and SHARE & (SHARE - 1) == 0
-    ):  # ranges in their own shape, in one load
-        both = tl.reshape(
-            load(ranges + tl.arange(0, 2 * RANGES)[None, :], listed),
-            [ROWS, 2, RANGES],
-        )
-        least, step = tl.split(tl.permute(both, (0, 2, 1)))
-        value = tl.reshape(value, [ROWS, RANGES, SHARE])
-        value = tl.reshape(
-            _in_range(value, least[:, :, None], step[:, :, None], dtype), [ROWS, DIM]
-        )
+    if table is not None:
+        value = by_level(rows, table, ranges + RANGES, listed, DIM, BITS)
+    elif BITS == 0:
+        value = floats(rows, ranges + RANGES, listed, DIM)
     else:
-        channel, there = channels(DIM, BITS)
-        at, there = ranges + channel // SHARE, listed & there
-        value = _in_range(
-            value,
-            load(at, there),
-            load(at + RANGES, there),
-            dtype,
-        )
+        byte = tl.arange(0, padded(WIDTH))[None, :]
+        value = _planes(load(rows + byte, listed & (byte < WIDTH)), BITS)
+        if padded(WIDTH) == WIDTH and SHARE & (SHARE - 1) == 0:
+            # ranges in their own shape, in one load
+            both = load(ranges + tl.arange(0, 2 * RANGES)[None, :], listed)
+            both = tl.permute(tl.reshape(both, [ROWS, 2, RANGES]), (0, 2, 1))
+            least, step = tl.split(both)
+            value = tl.reshape(value, [ROWS, RANGES, SHARE])
+            value = _in_range(value, least[:, :, None], step[:, :, None], dtype)
+            value = tl.reshape(value, [ROWS, DIM])
+        else:
+            channel, there = channels(DIM, BITS)
+            at, there = ranges + channel // SHARE, listed & there
+            value = _in_range(value, load(at, there), load(at + RANGES, there), dtype)
     return value
 
 
@@ -203,6 +204,18 @@ def levels(rows, table, DIM: tl.constexpr, BITS: tl.constexpr):
         codes = _eighths_of(rows, DIM, BITS)
     every = tl.reshape(codes.to(tl.int32), [codes.shape[0] * codes.shape[1]])
     return tl.reshape(tl.gather(table, every, 0), codes.shape)
+
+
+@triton.jit
+def by_level(rows, table, scales, listed, DIM: tl.constexpr, BITS: tl.constexpr):
+    """Return the numbers of `levels` times the scales at the pointers `scales` [n 1]: a row's own, or if
+    they are bytes those of `scaled`."""
+    numbers = levels(rows, table, DIM, BITS)
+    if scales.dtype.element_ty == tl.uint8:
+        numbers = scaled(numbers, scales, DIM)
+    else:
+        numbers = numbers * load_wide(scales, listed)
+    return numbers
 
 
 @triton.jit
