@@ -28,7 +28,6 @@ from methods.layers.read import Read
 from methods.layers.storage import Storage
 from methods.layers.weights import ChoiceWeights
 from methods.parts.rope_table import RopeTable
-from methods.pools import PerHeadPool
 from methods.tiers.tier import DEVICE, HOST
 
 
@@ -134,13 +133,6 @@ class Layer(Storage, capturable=True):
         several sequences, by references to the layers that do so there. `layers`: those of the
         single sequences that this one stands for; `joint`: from the id of any such layer to the
         layer that stands for it. A subclass overrides it if its layers refer to one another."""
-
-    def together_refusal(self) -> str | None:
-        """Return the reason for which this layer, in its present state, cannot share its decode
-        steps with other sequences; None if it can."""
-        if isinstance(self.far, PerHeadPool) and self.far.codec.block > 1:
-            return "heads hold different numbers of encoded tokens"
-        return None
 
     @property
     def attended(self) -> Attended:

@@ -181,8 +181,8 @@ class BatchedPool:
         self._tails, self._groups = tensors[-1].sizes, pools[0].spec.num_kv_heads
 
     def segments(self) -> Arrival[list[Part]]:
-        """Ask for all tokens on the device, as `Pool.segments` does. If one pool has encoded tokens,
-        or plain ones after them, every pool must have some."""
+        """Ask for all tokens on the device, as `Pool.segments` does. Where one pool has encoded tokens,
+        or plain ones after them, others may have none."""
         return self.cache.fetch(lambda traffic: self._parts)
 
     def by_store(self) -> list[list[Part]]:

@@ -52,9 +52,10 @@ def test_the_table_holds_what_was_aimed_at() -> None:
     assert all(max(told[code(name)]) <= most for name, most in AIMED.items())
 
 
-@pytest.mark.parametrize("name", ["coded tq4", "coded tq3q", "coded nvfp4", "coded int4+4", "coded int4h", "kvzip tq4"])
-def test_a_codec_launches_as_integers_do(name: str) -> None:
+@pytest.mark.parametrize("codec", ["tq4", "tq3q", "nvfp4", "int4+4", "int4h", "kvzip tq4", "kvzip int4g16"])
+def test_a_codec_launches_as_integers_do(codec: str) -> None:
     """Also where KV heads hold different numbers of tokens."""
+    name = codec if " " in codec else f"coded {codec}"
     assert launches_of(name, SEQUENCES[0])[COUNTED] == launches_of("coded", SEQUENCES[0])[COUNTED]
 
 
