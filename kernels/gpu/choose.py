@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.gpu.common import (
     DTYPES,
+    Numbers,
     finite,
     known,
     lengths_of,
@@ -30,9 +31,7 @@ _BLOCK = tl.constexpr(1024)
 _PARTS = 256  # log-sum-exps of a row that are joined at once
 
 
-def log_sum_exp(
-    logits: Tensor, scale: float = 1.0, counts: tuple[Tensor, int] | None = None
-) -> Tensor:
+def log_sum_exp(logits: Tensor, scale: float = 1.0, counts: Numbers | None = None) -> Tensor:
     """Return the log-sum-exp of each piece of the rows of logits times `scale`, whose entries lie side
     by side. [B ... S] -> [B ... P] (fp32)
 

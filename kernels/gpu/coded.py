@@ -232,7 +232,7 @@ def _given(coded: Codes, dtype: torch.dtype) -> _Given:
     """Return codes as the kernels take them, which compute in `dtype`, or in fp16 if that has 16
     bits."""
     k, v, of_block, of_token = map(located, coded.all_four)
-    if of_token.table is None:  # few numbers, whose step is seldom a multiple of 16
+    if not of_token.listed:  # few numbers, whose step is seldom a multiple of 16
         step = of_token.x.element_size() * of_token.row
         of_token = of_token._replace(aligned=tl.constexpr(gcd(16, step)))
     given = _Given(k, v, of_block, of_token, None, None, None, None, tl.constexpr(0))

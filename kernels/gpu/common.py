@@ -21,6 +21,7 @@ _REGISTERS = 1 << 16  # of a multiprocessor
 _MOST_SHARING = 64  # query heads of one KV head
 
 _interpreted = tl.constexpr(INTERPRETED)
+Numbers = tuple[Tensor, Any]  # what `each` returns
 
 
 def unfit(*tensors: Tensor | Ragged) -> str | None:
@@ -111,10 +112,12 @@ def unfit_group(heads: int) -> str | None:
 
 
 class Rows(NamedTuple):
-    """Say where the rows of a tensor lie, as one argument of a kernel (`head_rows`, `row_places`)."""
+    """Say where the rows of a tensor lie, as one argument of a kernel (`head_rows`, `row_places`).
+    Nothing in it is None: Triton 3.6 could not tell then whether all of it is."""
 
     x: Tensor  # of their dtype; they are its rows if there is no table
-    table: Tensor | None  # the addresses of each sequence's tensor, of a `Ragged`
+    table: Any  # the addresses of each sequence's tensor, of a `Ragged`
+    listed: Any  # whether there is a table
     batch: int  # strides of x
     group: int
     row: int
@@ -126,10 +129,11 @@ class Rows(NamedTuple):
 def located(x: Tensor | Ragged) -> Rows:
     """Return where the rows of x [B G S ...] lie, for a kernel; x may have a tensor per sequence."""
     first, table, aligned = (
-        (x.first, x.table, x.alignment) if isinstance(x, Ragged) else (x, None, 1)
+        (x.first, x.table, x.alignment) if isinstance(x, Ragged) else (x, tl.constexpr(0), 1)
     )
     batch, group, row = first.stride()[:3]
-    return Rows(first, table, batch, group, row, tl.constexpr(aligned))
+    listed = tl.constexpr(isinstance(x, Ragged))
+    return Rows(first, table, listed, batch, group, row, tl.constexpr(aligned))
 
 
 def located_angles(x: Tensor | Ragged, batch: int) -> Rows:
@@ -138,18 +142,19 @@ def located_angles(x: Tensor | Ragged, batch: int) -> Rows:
     return located(x if isinstance(x, Ragged) else x.expand(batch, *x.shape[-2:]))
 
 
-def each(numbers: Tensor | None) -> tuple[Tensor, int] | None:
+def each(numbers: Tensor | None) -> Numbers | None:
     """Return numbers [1], for all sequences, or [B], one for each, as one argument of a kernel
-    (`number_of`): with the step from one sequence's number to the next."""
-    return None if numbers is None else (numbers, int(len(numbers) > 1))
+    (`number_of`): with the step from one sequence's number to the next. Beside None, Triton 3.6
+    takes a number 1 in a tuple for None, but no constant."""
+    return None if numbers is None else (numbers, tl.constexpr(int(len(numbers) > 1)))
 
 
-def lengths_of(x: Tensor | Ragged) -> tuple[Tensor, int] | None:
+def lengths_of(x: Tensor | Ragged) -> Numbers | None:
     """Return the lengths of unequal sequences as `each` does, or None if x is one tensor."""
     return each(counts_of(x, x.device))
 
 
-def known(number: int | PerSequence, device: torch.device) -> tuple[tuple[Tensor, int] | None, int]:
+def known(number: int | PerSequence, device: torch.device) -> tuple[Numbers | None, int]:
     """Return a number for all sequences, or one for each, for a kernel: as `each` does, or None if
     it is the same for all, and the largest."""
     return each(counts_of(number, device)), most_of(number)
@@ -215,14 +220,14 @@ def head_rows(rows, sequence, group):
     Without the hint that `aligned` gives, rows would be read entry by entry."""
     kind: tl.constexpr = rows.x.dtype.element_ty
     size: tl.constexpr = kind.primitive_bitwidth // 8
-    if rows.table is None:
-        first = rows.x + sequence * rows.batch + tl.cast(group, tl.int64) * rows.group
-        step = tl.cast(rows.row, tl.int64)
-    else:
+    if rows.listed:
         place = rows.table + 3 * sequence
         first = (tl.load(place) + group * tl.load(place + 1)).to(tl.pointer_type(kind))
         tl.multiple_of(first, rows.aligned)
         step = tl.load(place + 2) // size
+    else:
+        first = rows.x + sequence * rows.batch + tl.cast(group, tl.int64) * rows.group
+        step = tl.cast(rows.row, tl.int64)
     # a product, since a hint on a load would be lost
     entries: tl.constexpr = max(1, rows.aligned // size)
     return first, step // entries * entries
@@ -232,12 +237,12 @@ def head_rows(rows, sequence, group):
 def row_places(rows, sequence):
     """Return a pointer to the first row of a sequence, and the step between rows in entries, as int64,
     for a tensor [B S D], whose rows are in the second dimension."""
-    if rows.table is None:
-        first, step = rows.x + sequence * rows.batch, tl.cast(rows.group, tl.int64)
-    else:
+    if rows.listed:
         kind: tl.constexpr = rows.x.dtype.element_ty
         first = tl.load(rows.table + 3 * sequence).to(tl.pointer_type(kind))
         step = tl.load(rows.table + 3 * sequence + 1) // (kind.primitive_bitwidth // 8)
+    else:
+        first, step = rows.x + sequence * rows.batch, tl.cast(rows.group, tl.int64)
     return first, step
 
 

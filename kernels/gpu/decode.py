@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.common import (
+    Numbers,
     Rows,
     each,
     finite,
@@ -64,7 +65,7 @@ class _Given(NamedTuple):
     k: Rows
     v: Rows
     rows: Tensor | None  # without gaps
-    live: tuple[Tensor, int] | None  # how many tokens of a list exist (`each`); None: all
+    live: Numbers | None  # how many tokens of a list exist (`each`); None: all
     log_weights: Tensor | None
     shape: _Shape  # of `tl.constexpr`
 
@@ -131,6 +132,7 @@ def read_parts(
             parts,
             at_once,
             *chain(*cuts[some], *padding),
+            len(cuts[some]),
             lists,
             heads // lists,
             packed,
@@ -319,8 +321,8 @@ def _attend_to(
     do_not_specialize=["first", "parts", "at_once", "c0", "l0", "p0", "c1", "l1", "p1", "c2", "l2", "p2"]
 )  # fmt: skip
 def _attend(
-    q, segments, outs, lses, scale, first, parts, at_once, c0, l0, p0, c1, l1, p1, c2, l2, p2, LISTS: tl.constexpr,
-    HEADS: tl.constexpr, PACKED: tl.constexpr, DIM: tl.constexpr,
+    q, segments, outs, lses, scale, first, parts, at_once, c0, l0, p0, c1, l1, p1, c2, l2, p2,
+    SEGMENTS: tl.constexpr, LISTS: tl.constexpr, HEADS: tl.constexpr, PACKED: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """Attend to one piece of one of up to three segments. Segment i has up to ci rows in a list,
     cut into pi pieces of li rows. LISTS is a multiple of every segment's number of lists; a segment
@@ -332,7 +334,7 @@ def _attend(
     program, piece = program_at(0), tl.program_id(1)
     place = first + piece
     counts, lengths, pieces = (c0, c1, c2), (l0, l1, l2), (p0, p1, p2)
-    for index in tl.static_range(len(segments)):
+    for index in tl.static_range(SEGMENTS):  # Triton 3.6 counts no tuple with None in it
         if piece >= 0:
             # not under a name of its own, which would make its constants numbers
             this = program // (LISTS // segments[index].shape.lists)

@@ -116,4 +116,4 @@ def _products(
         first, apart = head_rows(rows, batch, group)
         row, column = number_of(at, batch, 0), tl.arange(0, padded(OWN_WIDTH, 1))
         to = first + column * apart + row if BY_CHANNEL else first + row * apart + column
-        tl.store(to, narrow, mask=column < OWN_WIDTH if rows.table is None else there)
+        tl.store(to, narrow, mask=there if rows.listed else column < OWN_WIDTH)

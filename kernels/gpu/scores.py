@@ -211,7 +211,7 @@ def _scores(
                 query = load(q + of_head[:, None] * WIDTH + channel, mine)
             if BY_CHANNEL:
                 read = channel < WIDTH
-                if x.table is not None:
+                if x.listed:
                     some = tl.max(tl.abs(query.to(tl.float32)), 0) > 0
                     read = channel < tl.max(tl.where(some, channel + 1, 0), 0)
                 # whole vectors are loaded

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kernels.gpu.common import (
     DTYPES,
+    Numbers,
     known,
     lengths_of,
     load,
@@ -116,8 +117,8 @@ def _select(
     count: int,
     pieces: int,
     lists: int,
-    sizes: tuple[Tensor, int] | None,
-    counts: tuple[Tensor, int] | None,
+    sizes: Numbers | None,
+    counts: Numbers | None,
 ) -> tuple[Tensor, Tensor]:
     """Find the `count` best entries of each of `pieces` pieces of the rows x [N S]. Return their
     indices, or with `names` [N S] what stands there at these indices; and their keys (integers in

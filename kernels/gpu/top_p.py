@@ -9,6 +9,7 @@ the share takes: so weights that differ by less than 0.05 % count as equal."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from kernels.gpu.codes import halves, queries_of
 from kernels.gpu.common import (
+    Numbers,
+    Rows,
     each,
     finite,
     head_rows,
@@ -82,16 +85,26 @@ def estimated_logits_refuses(q: Tensor, keys: KeyCodes, rows: Tensor | Ragged) -
     )
 
 
+class _Keys(NamedTuple):
+    """Hold the keys of one segment as an argument of `_log_sum_exps`."""
+
+    rows: Rows
+    live: Numbers | None  # how many of `size` rows exist; None: all
+    size: int
+
+
 def log_sum_exps(q: Tensor, segments: Sequence[Segment], scale: float) -> Tensor:
     """Return numbers whose log-sum-exp is that of all scaled products of queries q [B G g D] with
     the keys of `segments`, as kernels/top_p.py defines it. -> [B G g 16]"""
     batch, groups, heads, dim = q.shape
     out = q.new_empty((batch, groups, heads, _PARTS), dtype=torch.float32)
-    counts = tuple(lengths_of(x.k) if x.live is None else each(x.live) for x in segments)
+    given = tuple(
+        _Keys(located(x.k), lengths_of(x.k) if x.live is None else each(x.live), int(x.k.shape[2]))
+        for x in segments
+    )
     _log_sum_exps[(batch * groups, _PARTS)](
-        q.contiguous(), tuple(located(x.k) for x in segments), counts,
-        tuple(x.k.shape[2] for x in segments), out, scale, groups, heads, dim,
-    )  # fmt: skip
+        q.contiguous(), given, out, scale, len(given), groups, heads, dim
+    )
     return out
 
 
@@ -190,18 +203,19 @@ def _estimate(
 
 @triton.jit
 def _log_sum_exps(
-    q, keys, counts, sizes, out, scale, GROUPS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr
-):
+    q, keys, out, scale, SEGMENTS: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr
+):  # fmt: skip
     """Compute the log-sum-exp of the scaled products of HEADS queries with some blocks of the keys of
-    several segments. A segment has `sizes` rows, of which `counts` exist (`each`); None: all."""
+    several segments."""
     this, part = program_at(0), tl.program_id(1)
     head, dim = tl.arange(0, padded(HEADS)), tl.arange(0, padded(DIM))[None, :]
     query = queries_of(q + this * HEADS * DIM, None, dim, dim < DIM, HEADS, DIM)
     top = tl.full([head.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([head.shape[0]], tl.float32)
-    for index in tl.static_range(len(keys)):
-        rows, step = head_rows(keys[index], this // GROUPS, this % GROUPS)
-        count = tl.minimum(number_of(counts[index], this // GROUPS, sizes[index]), sizes[index])
+    for index in tl.static_range(SEGMENTS):
+        rows, step = head_rows(keys[index].rows, this // GROUPS, this % GROUPS)
+        count = number_of(keys[index].live, this // GROUPS, keys[index].size)
+        count = tl.minimum(count, keys[index].size)
         for start in range(part * _BLOCK, count, tl.num_programs(1) * _BLOCK):
             at = start + tl.arange(0, _BLOCK)
             there = (at < count)[:, None] & (dim < DIM)
