@@ -53,7 +53,7 @@ from methods.parts import costs
 from methods.pools import KVStore
 from methods.pools.batched import BatchedStore
 
-_AT_ONCE = 1 << 24  # products of queries of a prompt with keys
+_AT_ONCE = 1 << 22  # products of queries of a prompt with keys
 
 
 class ReadOfBoth(CountedAnswer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -212,7 +213,9 @@ def test_a_command_takes_the_budget_that_the_model_was_trained_with(
     assert sorted(row.config["budget"] for row in rows) == [0.2, TOP]
     [own] = (row for row in rows if row.config["budget"] == TOP)
     assert own.config["method"]["_target_"] == "methods.dsa.DSA"
-    assert own.records[0].prompt_tokens > 2 * TOP
+    assert (tokens := own.records[0].prompt_tokens + 4) > 2 * TOP
+    held = json.loads((own.folder / "summary.json").read_text())["memory"]["kv_device_bytes"]
+    assert held == tokens * 4 * sum(ROW + KEY * len(indexers([module])) for module in modules(family))
     assert own.info["model_check"]["difference"] < 1e-3
     assert own.info["model_check"]["difference_of_choice"] < 1e-3
     code, _, err = cli("method=dsa", "baseline=off")
