@@ -196,7 +196,7 @@ class DSARead(Read[int], capturable=True, of_each={"keys": None}):
 
     def _sealed(self, device: torch.device) -> int | Tensor:
         """Return how many tokens the prompt has, or for several sequences [B 1 1]."""
-        sealed: int | PerSequence = self.sealed
+        sealed = cast(int | PerSequence, self.sealed)
         return sealed.on(device).view(-1, 1, 1) if isinstance(sealed, PerSequence) else sealed
 
     def _take_in(self, x: AttnInput) -> None:

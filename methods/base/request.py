@@ -36,9 +36,17 @@ class Index(Protocol):
     """Hold what a model's indexer gives for the new tokens of one attention call. The score of a token
     is the sum over heads of `weights` times the products of `q` and its key, negative ones as 0."""
 
-    q: Tensor  # [B Hi T Di], rotated
-    k: Tensor  # [B 1 T Di], rotated
-    weights: Tensor  # [B Hi T], fp32
+    @property
+    def q(self) -> Tensor:
+        """Return index queries [B Hi T Di], rotated."""
+
+    @property
+    def k(self) -> Tensor:
+        """Return index keys [B 1 T Di], rotated."""
+
+    @property
+    def weights(self) -> Tensor:
+        """Return the weights of the heads [B Hi T], fp32."""
 
     def part(self, rows: Tensor | slice, tokens: Tensor | None = None) -> Index:
         """Return that of the sequences `rows`, and of their `tokens` [N] alone."""

@@ -17,6 +17,7 @@ from harness import Engine, attached
 from harness.checks import costs
 from harness.checks.contract import CHECKS, Check
 from harness.checks.trial import DoesNotApply, Trial
+from harness.config.settings import OverflowSettings
 from harness.engine.cache import KVCache, UnsupportedError
 from harness.engine.footprint import footprint
 from harness.jobs import model_check
@@ -26,7 +27,9 @@ from methods.base import Budget
 from methods.dsa import DSA
 from methods.full import Full
 from tests.batches import together
+from tests.fast import run
 from tests.harness.engine.test_states import padded
+from tests.harness.jobs.test_questions import Balances
 from tests.quick import mostly_slow
 from tests.tiny import MLA, fresh, prompt, saved, tiny
 
@@ -220,3 +223,20 @@ def test_a_command_takes_the_budget_that_the_model_was_trained_with(
     assert own.info["model_check"]["difference_of_choice"] < 1e-3
     code, _, err = cli("method=dsa", "baseline=off")
     assert (code, "this model has none: choose another method" in err) == (1, True)
+
+
+def test_conversations_keep_their_index_keys_or_compute_them_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a store between turns, and where a history loses its oldest tokens."""
+    monkeypatch.setattr(model_check, "cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr(model_check, "_known", {})
+    source = saved(fresh("glm_moe_dsa", vocab_size=264, index_topk=TOP, pad_token_id=None), tmp_path / "model")
+
+    def said(**changes: Any) -> list[list[list[int]]]:
+        row = run(tmp_path / "runs", DSA(), Balances(talks=True), source, protocol="prompt", budget=None, **changes)
+        return [[turn.tokens for turn in record.turns or ()] for record in row.records]
+
+    assert said() == said(history="store", batch=2)
+    assert said(overflow=OverflowSettings(window=380)) == said(overflow=OverflowSettings(window=380), batch=2)
+    assert "computes what is left anew, as truncate_tokens does: DSA keeps an index" in capfd.readouterr().err
