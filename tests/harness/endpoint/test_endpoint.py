@@ -275,6 +275,21 @@ def test_a_server_that_says_little_is_enough(world: World) -> None:
         world.theirs(Colours(), prompts="text")
 
 
+def test_one_right_answer_that_is_refused_leaves_the_others_measured(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, echo = iter([True, False, True, True]), world.served.echo
+
+    def said(ids: list[int]) -> dict[str, Any]:
+        world.served.gives_logprobs = next(given)
+        return echo(ids)
+
+    monkeypatch.setattr(world.served, "echo", said)
+    made = world.theirs()
+    assert [record["answer_nll"] is None for record in made.records] == [False, True, False, False]
+    assert made.info["no_likelihood"] is None
+
+
 def test_another_template_at_the_server_is_told(world: World) -> None:
     world.served.tokenizer.chat_template = f"Be kind. {world.served.tokenizer.chat_template}"
     made = world.theirs(prompts="chat")
