@@ -127,7 +127,7 @@ class DSARead(Read[int], capturable=True, of_each={"keys": None}):
         assert x.index is not None
         q, weights, keys = x.index.q.float(), x.index.weights.unsqueeze(-1), self.keys.k.float()
         of_query = q.shape[1] * keys.shape[2] + (self.spec.num_heads + self.spec.head_dim) * top
-        self.of_prompt, kept = (), []
+        self.of_prompt, kept = (), list[tuple[slice, Tensor]]()
         for part in pieces(q.shape[2], at_once=max(1, _AT_ONCE // (len(q) * of_query))):
             seen = self.layer.seen - q.shape[2] + part.stop
             scores = (q[:, :, part] @ keys[:, :, :seen].mT).relu_().mul_(weights[:, :, part]).sum(1)
