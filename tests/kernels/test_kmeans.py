@@ -99,9 +99,9 @@ def test_an_empty_cluster_keeps_its_centroid(backend: str) -> None:
 
 def test_stops_when_all_problems_are_still(backend: str) -> None:
     x, initial = points(2, 100, 4), torch.arange(8)
-    still = run(backend, x, initial, 40, 1e-4)
-    assert_close(run(backend, x, initial, 41, 1e-4), still, atol=0, rtol=0)
-    shift = (run(backend, x, initial, 40, 0.0)[0] - still[0]).square().sum((1, 2))
+    still = run(backend, x, initial, 20, 1e-4)
+    assert_close(run(backend, x, initial, 21, 1e-4), still, atol=0, rtol=0)
+    shift = (run(backend, x, initial, 20, 0.0)[0] - still[0]).square().sum((1, 2))
     assert bool((shift <= 100 * 1e-4 * x.var(1).mean(-1)).all())
 
 

@@ -41,7 +41,7 @@ LONG = re.compile(
     r"prefill_attention-gqa[348]|channel_sums-g4-16x4100|segment_attention_with_lse-gqa|segment_attention-gqa[34]"
     r"|prefill_attention_with_column_sums-dim128|top_k-(20001of20001|\d+of70001)"
     r"|pq_weights-m(1b3|2b9|4b8)-g[148]|pq_weights-m2b6-g8|windowed_(attention|sums)-.*-dim(96|128)"
-    r"|row_scores-dim(96|128|256)"
+    r"|row_scores-dim(96|128|256)|carrying-0.9-of-2050"
 )
 
 
