@@ -283,9 +283,10 @@ def naming(
     """Turn an error that transformers, or a library below it, raises inside the block into a
     `ModelError` that names `place`, the file or folder being read, and the `remedy`: each library has
     kinds of errors of its own. Those that are `passed` stay as they are."""
+    as_they_are: tuple[type[BaseException], ...] = (ModelError, OSError, MemoryError, *passed)
     try:
         yield
-    except (ModelError, OSError, MemoryError, *passed):
+    except as_they_are:
         raise
     except Exception as error:
         reason = shorten(str(error), 200, placeholder=" ...").rstrip(".")

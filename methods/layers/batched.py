@@ -38,6 +38,7 @@ def alone_because(layer: KVLayer) -> str | None:
     whole = type(layer.store) is KVStore
     reasons = (
         layer.capture_refusal(),
+        layer.together_refusal(),
         None
         if whole or layer.spec.sink_logits is None
         else "heads with sink logits hold different numbers of tokens",

@@ -134,6 +134,11 @@ class Layer(Storage, capturable=True):
         single sequences that this one stands for; `joint`: from the id of any such layer to the
         layer that stands for it. A subclass overrides it if its layers refer to one another."""
 
+    def together_refusal(self) -> str | None:
+        """Return the reason for which this layer, in its present state, cannot share its decode
+        steps with other sequences; None if it can."""
+        return None
+
     @property
     def attended(self) -> Attended:
         prompt, generated = (

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from methods.kivi import Kivi
+from methods.layers.batched import alone_because
 from tests.methods.synthetic import Sequences, Shape
 
 SMALL = Kivi(bits=4, group=8, residual=16)
@@ -74,6 +75,7 @@ def test_attention_over_codes_and_waiting_tokens(bits: int, placement: str, shap
             k, v = torch.cat([k, s.k(0)[:, :, now]], 2), torch.cat([v, s.v[0][:, :, now]], 2)
             assert_close(out, attention(s.q(0)[:, :, now], k, v), atol=1e-5, rtol=1e-4)
     assert layers[0].attended == (sealed, 33)
+    assert (f"codes of placement={placement}" in str(alone_because(layers[0]))) == (placement != "device")
 
 
 def test_a_further_turn_has_the_last_values_exactly() -> None:

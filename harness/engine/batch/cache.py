@@ -409,5 +409,5 @@ def _rows_of(x: AttnInput, rows: Tensor | slice) -> AttnInput:
     """Return the attention input of some of the sequences, those at `rows` of the batch. Each row
     has its own positions, so all parts of x are [B ...]."""
     index = None if x.index is None else x.index.part(rows)
-    parts = (part[rows] for part in (x.q, x.k, x.v, x.cos, x.sin, x.hidden))
-    return AttnInput(*parts, x.start, index=index)
+    q, k, v, cos, sin, hidden = (part[rows] for part in (x.q, x.k, x.v, x.cos, x.sin, x.hidden))
+    return AttnInput(q, k, v, cos, sin, hidden, x.start, index=index)
