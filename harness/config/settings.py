@@ -370,7 +370,7 @@ class Settings:
     prefill_chunk: int | None = setting(
         None,
         "tokens of a prompt that pass through a layer at once; null: all on a CPU, 8192 on a GPU where the method's "
-        "prefill is dense; InfLLM and LM-Infinite answer otherwise in chunks",
+        "prefill is dense; InfLLM, LM-Infinite and DSA under a share answer otherwise in chunks",
         RUN,
         within=FROM_1,
         read_by=BOTH,
