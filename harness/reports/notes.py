@@ -89,7 +89,8 @@ def notes(table: Comparison) -> Iterator[str]:
     in_all = any(row["budget"].get("counts") == COUNTS_ANSWER for row in rows)
     if in_all:
         yield (
-            "in all: this budget is all rows that a KV head holds, prompt and answer (+128: and a buffer of 128 more); "
+            "in all: this budget is all rows that a KV head holds, of DSA those that it reads, prompt and answer "
+            "(+128: and a buffer of 128 more); "
             "such a row compares with the others by the tokens of both that a step reads, the mean over steps (read in "
             "all)"
         )
