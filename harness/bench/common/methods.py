@@ -26,12 +26,14 @@ MeasureMethod = Callable[[Method], dict[str, Any]]  # -> a row's numbers
 
 def names() -> list[str]:
     """Return the names of all methods, without presets and without those that run another project's
-    code."""
-    return [
-        entry.name
-        for entry in entries("method").values()
-        if entry.base is None and not entry.bridged
-    ]
+    code, or need a model that was trained for them."""
+    own = [each for each in entries("method").values() if each.base is None and not each.bridged]
+    return [each.name for each in own if not _is_trained(load(each.name))]
+
+
+def _is_trained(method: Method) -> bool:
+    """Return whether a method's choice is part of the model."""
+    return type(method).trained_budget is not Method.trained_budget
 
 
 def load(name: str, folders: Sequence[Path] = (), **changes: Any) -> Method:
