@@ -55,7 +55,10 @@ NOTES = {
     (CHANGED := "‡"): "the code that was timed has changed since.",
     (UNSTAMPED := "§"): "measured before results remembered the code that they timed.",
 }
-DRAWN = "headline_2k"  # the table of the figure
+DRAWN = [
+    "qwen_ruler",
+    "qwen_ruler_others",
+]  # the tables of the figure, whose rows have the same prompts
 BUDGET = 0.2  # of the headline tables
 TUNED, PRESS, KIVI_2BIT = "_tuned", "press_", "kivi_2bit"
 FAINT, DEVICE, HOST = "#b4b6bd", "#1f4e79", "#9ec3e6"
@@ -287,11 +290,11 @@ def _markdown(cells: pd.DataFrame, words: int) -> str:
     return text + "".join(f"\n{mark}: {note}\n" for mark, note in NOTES.items() if mark in text)
 
 
-def headline_rows(name: str) -> pd.DataFrame:
-    """Return the rows of a published CSV file at the headline's budget: Full first, then each
+def headline_rows(*names: str) -> pd.DataFrame:
+    """Return the rows of published CSV files at the headline's budget: Full first, then each
     method by its best score, its authors' setting before the tuned one. `method` is the preset's
     name without `_tuned`; `device`, `host`, `disk`, `held` (their sum) and `moved` are MiB."""
-    rows = _read(name)
+    rows = pd.concat(map(_read, names)).drop_duplicates(["presets.method", "budget.asked"])
     budgets = rows["budget.asked"]
     rows = rows[budgets.isna() | (budgets == BUDGET)].copy()
     rows["module"] = rows["method"]
@@ -385,13 +388,13 @@ def _prompts(rows: pd.DataFrame, name: str) -> str:
     return f"{sizes[0]} prompts (median {rows['prompt_tokens.median'].median():.0f} tokens)"
 
 
-def figure(name: str) -> Figure:
-    """Draw README's figure of a headline experiment, with a line per method, best first: its score,
+def figure(names: Sequence[str]) -> Figure:
+    """Draw README's figure of these published tables, with a line per method, best first: its score,
     how much likelihood it loses, what it holds, and what it moves.
 
     Dark marks are tuned settings, or the only one; faint ones are the authors'. Methods of kvpress
     ("presses") stand in the table alone."""
-    rows = headline_rows(name)
+    rows = headline_rows(*names)
     full = rows[rows["is_full"]].iloc[0]
     shown = rows[
         ~rows["is_full"] & ((rows["method"] == rows["module"]) | (rows["method"] == KIVI_2BIT))
