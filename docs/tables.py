@@ -55,10 +55,7 @@ NOTES = {
     (CHANGED := "‡"): "the code that was timed has changed since.",
     (UNSTAMPED := "§"): "measured before results remembered the code that they timed.",
 }
-DRAWN = [
-    "qwen_ruler",
-    "qwen_ruler_others",
-]  # the tables of the figure, whose rows have the same prompts
+DRAWN = ("qwen_ruler", "qwen_ruler_others")  # the tables of the figure, on the same prompts
 BUDGET = 0.2  # of the headline tables
 TUNED, PRESS, KIVI_2BIT = "_tuned", "press_", "kivi_2bit"
 FAINT, DEVICE, HOST = "#b4b6bd", "#1f4e79", "#9ec3e6"

@@ -139,11 +139,12 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
     """Merge attention over separate parts of the keys, each perhaps with its own queries, into one
     softmax over all of them. `lses`: the log-sum-exp of each part's logits.
 
-    outs [B H T D], lses [B H T], or [B H] of one token -> [B H T D]; zeros of a query that has seen
-    no key in any part"""
-    joined = torch.stack(tuple(lses))
-    shares = joined.softmax(0).masked_fill((joined == float("-inf")).all(0), 0)
-    shares = shares.view(len(lses), *outs[0].shape[:3], 1)
+    outs [B H T D], zeros where a query has seen no key of a part; lses [B H T], or [B H] of one
+    token, minus infinity there -> [B H T D], zeros if it has seen no key of any part"""
+    joined = torch.stack(tuple(lses)).clamp_min(
+        torch.finfo(lses[0].dtype).min
+    )  # else NaN of no key
+    shares = joined.softmax(0).view(len(lses), *outs[0].shape[:3], 1)
     return (torch.stack(tuple(outs)).float() * shares).sum(0).to(outs[0].dtype)
 
 
