@@ -141,9 +141,8 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
 
     outs [B H T D], zeros where a query has seen no key of a part; lses [B H T], or [B H] of one
     token, minus infinity there -> [B H T D], zeros if it has seen no key of any part"""
-    joined = torch.stack(tuple(lses)).clamp_min(
-        torch.finfo(lses[0].dtype).min
-    )  # else NaN of no key
+    least = torch.finfo(lses[0].dtype).min  # in place of minus infinity, of which all make NaN
+    joined = torch.stack(tuple(lses)).clamp_min(least)
     shares = joined.softmax(0).view(len(lses), *outs[0].shape[:3], 1)
     return (torch.stack(tuple(outs)).float() * shares).sum(0).to(outs[0].dtype)
 
