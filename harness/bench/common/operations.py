@@ -46,8 +46,9 @@ def _segments(segments: Any) -> int:
 
 
 def _whole(*values: Any) -> int:
-    """Return the bytes of those values that are tensors."""
-    return sum(x.numel() * x.element_size() for x in values if isinstance(x, Tensor))
+    """Return the bytes of those values that are tensors, or hold some, as the codes of a codec do."""
+    held = (_whole(*x) for x in values if isinstance(x, tuple | list))
+    return sum(x.numel() * x.element_size() for x in values if isinstance(x, Tensor)) + sum(held)
 
 
 def _decoded(
