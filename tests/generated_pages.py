@@ -12,7 +12,6 @@ from pathlib import Path
 
 import yaml
 
-from harness.commands.new import KINDS, written
 from harness.config.catalogue import Entry, Experiment, entries, experiments
 from harness.config.keys import Setting, parameters_of, sections, settings
 from harness.config.settings import Settings
@@ -87,7 +86,6 @@ The rows "as in released code" say what its authors' code does alike, and
 [how that is measured](comparison.md#held-against-released-code). A method whose card has no row "budget", "index cost"
 or "deviations" has none of it."""
 OPERATIONS_HEAD = ("backends, in the order in which they are tried", "operations")
-PAGE_LANGUAGES = {".py": "python", ".yaml": "yaml"}
 PAIRS_HEAD = ("ability", "does not go with")
 EXPERIMENTS_HEAD = ("experiment", "what", "made by", "small variant")
 
@@ -219,6 +217,7 @@ def written_into(name: str) -> tuple[str, str]:
     """Return a page that people write as it is, and with today's table in place of its own."""
     head, today = {
         "experiments": (EXPERIMENTS_HEAD, experiments_table(experiments())),
+        "extending": (PAIRS_HEAD, pairs_table()),
         "kernels": (OPERATIONS_HEAD, operations_table()),
     }[name]
     page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
@@ -232,24 +231,11 @@ def with_table(page: str, head: Sequence[str], today: str) -> str:
     return f"{before}{today}\n\n{rest.partition(chr(10) * 2)[2]}"
 
 
-def extending_page() -> tuple[str, str]:
-    """Return docs/extending.md as it is, and with today's pairs of abilities and files that `harness.new` writes."""
-    page = (DOCS / "extending.md").read_text(encoding="utf-8")
-    today = with_table(page, PAIRS_HEAD, pairs_table())
-    for kind, name in KINDS.items():
-        for path, text in written(kind, name, "mine").items():
-            head, found, rest = today.partition(f"`{path}`:\n\n```{PAGE_LANGUAGES[path.suffix]}\n")
-            assert found, f"the page has lost {path}"
-            today = f"{head}{found}{text}```{rest.partition(chr(10) + '```')[2]}"
-    return page, today
-
-
 def main() -> None:
-    (DOCS / "extending.md").write_text(extending_page()[1], encoding="utf-8")
     CONFIG.write_text(config_yaml(), encoding="utf-8")
     (DOCS / "settings.md").write_text(settings_page(), encoding="utf-8")
     (DOCS / "methods.md").write_text(methods_page(entries("method").values()), encoding="utf-8")
-    for name in ("experiments", "kernels"):
+    for name in ("experiments", "extending", "kernels"):
         (DOCS / f"{name}.md").write_text(written_into(name)[1], encoding="utf-8")
 
 

@@ -1,1 +1,1 @@
-"""Methods to begin with, which `python -m harness.new` copies and docs/extending.md shows: a module and a yaml each."""
+"""Methods to begin with, which `python -m harness.new` copies: a module and a yaml each."""

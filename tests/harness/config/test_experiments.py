@@ -108,7 +108,7 @@ def test_published_numbers_are_in_the_reference(name: str) -> None:
             assert (row.source, row.value) in known, row
 
 
-@pytest.mark.parametrize("name", ["experiments", "kernels"])
+@pytest.mark.parametrize("name", ["experiments", "extending", "kernels"])
 def test_the_table_in_docs_is_what_the_files_say(name: str) -> None:
     page, today = written_into(name)
     assert page == today, f"run: {COMMAND}"
