@@ -18,8 +18,7 @@ from kernels.rope import halves, rotate
 
 # tokens of a prompt: bounds the memory between torch's products
 TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 8192}
-# channels of the MLP; docs/kernels.md has the command
-MOST_INNER = {torch.float32: 9216, torch.bfloat16: 4096}
+MOST_INNER = 9216  # channels of the MLP
 _PANEL = 32  # outputs computed together; sums also go over multiples of it
 
 
@@ -28,9 +27,8 @@ def fits_compiled(widths: Sequence[int], inner: int, dtype: torch.dtype) -> bool
     block with such `widths` (channels in and out of its projections) and `inner` channels in the
     MLP. They keep no results in memory from one product to the next, so estimates of peak memory
     ask this too."""
-    return inner <= MOST_INNER.get(dtype, 0) and not any(
-        width % _PANEL for width in (*widths, inner)
-    )
+    whole = not any(width % _PANEL for width in (*widths, inner))
+    return whole and inner <= MOST_INNER and dtype in (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

@@ -95,8 +95,9 @@ inline void plain_store(int tile, void* to, int64_t stride) {
 
 #endif
 
-// Computes c[32][32] = or += a[32][steps of 16 words] times b[steps of 16 words][32]; strides are in words.
-template <bool ADD>
+// Computes c[32][32] = or += a[32][steps of 16 words] times b[steps of 16 words][32]; strides are in words. With `AHEAD`
+// the 32 rows behind those of `a` are fetched into the cache meanwhile.
+template <bool ADD, bool AHEAD = false>
 inline void multiply_tiles(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, float* c,
                            int64_t c_stride, int steps) {
     const int64_t a_bytes = 4 * a_stride, b_bytes = 4 * b_stride, c_bytes = 4 * c_stride;
@@ -113,6 +114,8 @@ inline void multiply_tiles(const uint32_t* a, int64_t a_stride, const uint32_t* 
         TILE_ZERO(3);
     }
     for (int s = 0; s < steps; s++) {
+        if (AHEAD)
+            UNROLL for (int row = 32; row < 64; row++) __builtin_prefetch(a + row * a_stride + s * 16);
         TILE_LOAD(4, a + s * 16, a_bytes);
         TILE_LOAD(6, b + s * 16 * b_stride, b_bytes);
         TILE_DOT(0, 4, 6);

@@ -77,6 +77,7 @@ template <class E> void gated(const E* gate, const E* up, int64_t count, E* out)
 }
 
 constexpr int ROWS = 8;  // weight rows at a time
+constexpr int64_t LEAST_FOR_TILES = 3;  // sequences, below which tiles are mostly empty
 
 // Multiplies `n` <= ROWS rows, starting at `w`, with x, which is zero-padded past `count`.
 template <class T, bool PART>
@@ -105,24 +106,75 @@ f32 dots(const typename T::Element* w, int64_t n, int64_t count, const typename 
     return sums_of(acc);  // adjacent sums belong to one row
 }
 
-// Calls emit(row, sequence, product) for this thread's share of the `all` rows. x [batch][padded]
+// Calls emit(row, sequence, 32 products) for the rows from `row` on that make up whole tiles, and returns the first of
+// the others. Rows are tiles as they lie in memory; what they are multiplied with, x [batch][count], is transposed.
+template <class T, class F>
+int64_t tile_products(const Weights& by, int64_t row, int64_t last, int64_t count, const typename T::Element* x,
+                      int64_t batch, F emit) {
+    static thread_local Buffer<uint32_t> columns_room;
+    int64_t words = count / T::PER_WORD;
+    uint32_t* columns = room(columns_room, whole_lines(batch, WIDE) * words);
+    const char* sequences[WIDE];
+    for (int64_t b = 0; b < batch; b += WIDE) {
+        int64_t n = std::min<int64_t>(WIDE, batch - b);
+        for (int64_t i = 0; i < n; i++) sequences[i] = (const char*)(x + (b + i) * count);
+        transpose(sequences, n, words, columns + b * words, WIDE);
+    }
+    Tiles tiles(true);
+    for (; row + TALL <= last; row += TALL) {
+        const uint32_t* weight = (const uint32_t*)by.weight + row * words;
+        for (int64_t b = 0; b < batch; b += WIDE) {
+            alignas(LINE) float sums[TALL * WIDE], of_sequence[TALL * WIDE];
+            multiply_tiles<false, true>(weight, words, columns + b * words, WIDE, sums, WIDE, words / LANES);
+            for (int r = 0; r < TALL; r++) sequences[r] = (const char*)(sums + r * WIDE);
+            transpose(sequences, TALL, WIDE, (uint32_t*)of_sequence, TALL);
+            for (int i = 0; i < std::min<int64_t>(WIDE, batch - b); i++) emit(row, b + i, of_sequence + i * TALL, TALL);
+        }
+    }
+    return row;
+}
+
+// Calls emit(row, sequence, products, n), for n rows from `row` on, for this thread's share of the `all` rows. x
+// [batch][padded]
 template <class T, class F>
 void products(const Weights& by, int64_t all, int64_t count, const typename T::Element* x, int64_t batch, F emit) {
     using E = typename T::Element;
     const E *weight = (const E*)by.weight, *bias = (const E*)by.bias;
-    int64_t padded = whole_lines(count, T::WIDTH), blocks = (all + ROWS - 1) / ROWS;
+    bool by_tiles = uses_tiles<T>() && batch >= LEAST_FOR_TILES && count % T::WIDTH == 0;
+    int64_t together = by_tiles ? TALL : ROWS;
+    int64_t padded = whole_lines(count, T::WIDTH), blocks = (all + together - 1) / together;
     int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-    int64_t last = std::min(all, blocks * (thread + 1) / threads * ROWS);
-    for (int64_t row = blocks * thread / threads * ROWS; row < last; row += ROWS) {
+    int64_t row = blocks * thread / threads * together, last = std::min(all, blocks * (thread + 1) / threads * together);
+    auto add_bias = [&](int64_t row, int64_t b, float* y, int64_t n) {
+        for (int64_t r = 0; bias && r < n; r++) y[r] += to_float(bias[row + r]);
+        emit(row, b, y, n);
+    };
+    if (by_tiles) row = tile_products<T>(by, row, last, count, x, batch, add_bias);
+    for (; row < last; row += ROWS) {
         int64_t n = std::min<int64_t>(ROWS, last - row);
         for (int64_t b = 0; b < batch; b++) {
             const E* w = weight + row * count;
             f32 sums = count == padded ? dots<T, false>(w, n, count, x + b * padded)
                                        : dots<T, true>(w, n, count, x + b * padded);
-            for (int64_t r = 0; r < n; r++)
-                emit(row + r, b, sums[2 * r] + sums[2 * r + 1] + (bias ? to_float(bias[row + r]) : 0.0f));
+            float y[ROWS];
+            for (int64_t r = 0; r < ROWS; r++) y[r] = sums[2 * r] + sums[2 * r + 1];
+            add_bias(row, b, y, n);
         }
     }
+}
+
+// Returns what writes products behind each other, `width` to a sequence.
+template <class E> auto put_in(E* out, int64_t width) {
+    return [=](int64_t row, int64_t b, const float* y, int64_t n) {
+        for (int64_t r = 0; r < n; r++) put(out + b * width + row + r, y[r]);
+    };
+}
+
+// Does so with the sums of the products, rounded, and of `to`.
+template <class E> auto put_sums_in(E* out, const E* to, int64_t width) {
+    return [=](int64_t row, int64_t b, const float* y, int64_t n) {
+        for (int64_t r = 0, at = b * width + row; r < n; r++, at++) put(out + at, to_float(to[at]) + round_to<E>(y[r]));
+    };
 }
 
 template <class T> void attention_inputs(const BlockWeights& block, const BlockInputs& in) {
@@ -143,8 +195,7 @@ template <class T> void attention_inputs(const BlockWeights& block, const BlockI
                 std::memcpy((E*)in.normed + b * width, normed + b * padded, width * sizeof(E));
         }
         for (int part = 0; part < 3; part++)
-            products<T>(*weights[part], outs[part], width, normed, in.batch,
-                        [&](int64_t row, int64_t b, float y) { put(to[part] + b * outs[part] + row, y); });
+            products<T>(*weights[part], outs[part], width, normed, in.batch, put_in(to[part], outs[part]));
 #pragma omp barrier
 #pragma omp for schedule(static) nowait
         for (int64_t head = 0; head < in.batch * (block.heads + block.kv_heads); head++) {
@@ -180,26 +231,22 @@ template <class T> void block_output(const BlockWeights& block, const BlockOutpu
     {
         Member member(team);
         static thread_local Buffer<E> normed_room;
-        products<T>(block.o, width, from, heads, batch, [&](int64_t row, int64_t b, float y) {
-            put(middle + b * width + row, to_float(x[b * width + row]) + round_to<E>(y));
-        });
+        products<T>(block.o, width, from, heads, batch, put_sums_in(middle, x, width));
 #pragma omp barrier
         E* normed = room(normed_room, batch * padded);
         for (int64_t b = 0; b < batch; b++)
             rms_norm(middle + b * width, (const E*)block.mlp_norm, width, block.eps, normed + b * padded, padded);
         int64_t first = inner, last = 0;  // the rows of this thread
-        products<T>(block.gate, inner, width, normed, batch, [&](int64_t row, int64_t b, float y) {
-            put(gate + b * inner + row, y);
-            first = std::min(first, row), last = std::max(last, row + 1);
+        auto put_gate = put_in(gate, inner);
+        products<T>(block.gate, inner, width, normed, batch, [&](int64_t row, int64_t b, const float* y, int64_t n) {
+            put_gate(row, b, y, n);
+            first = std::min(first, row), last = std::max(last, row + n);
         });
-        products<T>(block.up, inner, width, normed, batch,
-                    [&](int64_t row, int64_t b, float y) { put(up + b * inner + row, y); });
+        products<T>(block.up, inner, width, normed, batch, put_in(up, inner));
         for (int64_t b = 0; b < batch && first < last; b++)
             gated(gate + b * inner + first, up + b * inner + first, last - first, active + b * inner_padded + first);
 #pragma omp barrier
-        products<T>(block.down, width, inner, active, batch, [&](int64_t row, int64_t b, float y) {
-            put((E*)in.out + b * width + row, to_float(middle[b * width + row]) + round_to<E>(y));
-        });
+        products<T>(block.down, width, inner, active, batch, put_sums_in((E*)in.out, middle, width));
     }
 }
 
@@ -216,8 +263,7 @@ template <class T> void token_logits(const HeadWeights& head, const TokenLogits&
         for (int64_t b = 0; b < batch; b++)
             rms_norm((const E*)in.x + b * head.channels, (const E*)head.norm, head.channels, head.eps,
                      normed + b * padded, padded);
-        products<T>(head.weights, head.rows, head.channels, normed, batch,
-                    [&](int64_t row, int64_t b, float y) { put((E*)in.out + b * head.rows + row, y); });
+        products<T>(head.weights, head.rows, head.channels, normed, batch, put_in((E*)in.out, head.rows));
     }
 }
 
@@ -344,3 +390,6 @@ EXPORT int64_t is_fast_in_bfloat16() {
     return has_tiles();
 #endif
 }
+
+// Says whether the products of many sequences in bf16 run on tiles.
+EXPORT int64_t has_tiles_for_bfloat16() { return has_tiles(); }

@@ -10,7 +10,8 @@ from kernels.block import DecoderBlock, Head, fits_compiled
 from kernels.cpu.ffi.bindings import FieldGroup, Function, Struct, elements, integer, real
 from kernels.cpu.ffi.library import load
 
-MOST_SEQUENCES = 8  # sequences of one token each; beyond that, torch's matrix product is faster
+# sequences of one token each, beyond which torch's matrix product is faster: by dot products, and on tiles of AMX
+MOST_SEQUENCES, MOST_ON_TILES = 8, 128
 LEAST_TOKENS = 64  # of a prompt; below this, packing the weights does not pay
 
 
@@ -92,11 +93,16 @@ _library = load(
     Function("token_logits", HeadWeights, TokenLogits),
     Function("is_fast_in_float32", returns="int64_t"),
     Function("is_fast_in_bfloat16", returns="int64_t"),
+    Function("has_tiles_for_bfloat16", returns="int64_t"),
 )
 
 FAST = {
     torch.float32: bool(_library.is_fast_in_float32()),
     torch.bfloat16: bool(_library.is_fast_in_bfloat16()),
+}
+_MOST = {
+    torch.float32: MOST_SEQUENCES,
+    torch.bfloat16: MOST_ON_TILES if _library.has_tiles_for_bfloat16() else MOST_SEQUENCES,
 }
 _LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 _NAME = "cpu"  # under which blocks and heads keep their packed weights
@@ -168,12 +174,12 @@ def token_logits(x: Tensor, head: Head) -> Tensor:
 
 def token_logits_refuses(x: Tensor, head: Head) -> str | None:
     return _unfit(x, head) or (
-        None if _is_step(x) else f"takes one token of up to {MOST_SEQUENCES} sequences"
+        None if _is_step(x) else f"takes one token of up to {_MOST[x.dtype]} sequences"
     )
 
 
 def _is_step(x: Tensor) -> bool:
-    return x.shape[1] == 1 and x.shape[0] <= MOST_SEQUENCES
+    return x.shape[1] == 1 and x.shape[0] <= _MOST[x.dtype]
 
 
 def _multiplies(x: Tensor, block: DecoderBlock) -> bool:

@@ -27,7 +27,7 @@ SHAPES = {
     "qwen3": (128, 8, 2, 16, 160, True, True, 16, 3, 1),
     "partial-rotary": (96, 4, 4, 24, 100, False, False, 12, 8, 1),
     "wide-heads": (70, 5, 1, 256, 64, False, True, 256, 3, 1),
-    "many-sequences": (96, 4, 2, 24, 100, False, False, 24, 9, 1),
+    "many-sequences": (96, 4, 2, 24, 100, True, False, 24, 37, 1),
     "gqa8-dim128-prompt": (64, 8, 1, 128, 96, False, False, 128, 2, 19),
     "dim96-prompt": (70, 4, 4, 96, 130, True, True, 72, 1, 17),
     "smollm-prompt": (576, 9, 3, 64, 1536, False, False, 64, 1, 37),
