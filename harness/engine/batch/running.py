@@ -26,9 +26,9 @@ class RunningBatch:
     Each has a cache of its own.
 
     Lengths, budgets, bytes and traffic are therefore counted per sequence, and each gets the tokens
-    that it gets alone. The model's products are computed together, and attention as well where the
-    method allows it (`SlotsCache`). If a layer of one sequence cannot be captured, all of them run
-    uncaptured.
+    that it gets alone; in 16 bits, products of several sequences round otherwise. The model's
+    products are computed together, and attention as well where the method allows it (`SlotsCache`).
+    If a layer of one sequence cannot be captured, all of them run uncaptured.
 
     A token's time is when the host has it. The device keeps a copy, which the next step reads."""
 
