@@ -11,7 +11,7 @@ from kernels.cpu.ffi.bindings import FieldGroup, Function, Struct, elements, int
 from kernels.cpu.ffi.library import load
 
 # sequences of one token each, beyond which torch's matrix product is faster: by dot products, and on tiles of AMX
-MOST_SEQUENCES, MOST_ON_TILES = 8, 128
+MOST_SEQUENCES, MOST_ON_TILES = 8, 64
 LEAST_TOKENS = 64  # of a prompt; below this, packing the weights does not pay
 
 
