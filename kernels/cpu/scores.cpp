@@ -1,4 +1,5 @@
-// Multiplies a group's queries with every row of an index.
+// Multiplies a group's queries with every row of an index; in bf16 on AMX tiles where there are any.
+#include "amx.hpp"
 #include "calls.hpp"
 #include "rows.hpp"
 
@@ -26,6 +27,32 @@ float log_sum_exp(const float* x, int64_t count, float scale) {
     return (top + std::log2(sum(total))) * (float)M_LN2;
 }
 
+// Multiplies TOKENS rows of L lines, `row` bytes apart, with `heads` queries on tiles, which hold the queries word by word,
+// filled up to `filled` heads.
+template <int L>
+void products_on_tiles(const uint32_t* queries, int64_t filled, int64_t heads, const char* rows, int64_t row, float* out,
+                       int64_t stride) {
+    for (int64_t first = 0; first < heads; first += LANES) {
+        u32 sums[TOKENS];
+        SETTLE_MEMORY;
+        TILE_ZERO(0);
+        TILE_ZERO(1);
+        for (int c = 0; c < L; c++) {
+            TILE_LOAD(4, queries + c * LANES * filled + first, 4 * filled);
+            TILE_LOAD(2, rows + c * LINE, row);
+            TILE_DOT(0, 2, 4);
+            TILE_LOAD(3, rows + LANES * row + c * LINE, row);
+            TILE_DOT(1, 3, 4);
+        }
+        TILE_STORE(0, sums, LINE);
+        TILE_STORE(1, sums + LANES, LINE);
+        for (int t = 0; t < TOKENS; t += LANES) {
+            transpose(sums + t);
+            for (int64_t h = first; h < std::min(first + LANES, heads); h++) store(out + h * stride + t, sums[t + h - first]);
+        }
+    }
+}
+
 // Multiplies every query of a group with every row of x [B G S C].
 template <class T, int L, bool PART>
 void products(const typename T::Element* q, const Rows& in, float* out) {
@@ -36,6 +63,13 @@ void products(const typename T::Element* q, const Rows& in, float* out) {
         int64_t sequence = pair / in.groups, count = in.counts ? in.counts[sequence] : in.count;
         HeadRows index(in.x, in.x_batch, in.x_group, in.x_row, in.table, sequence, pair % in.groups);
         const auto* queries = q + pair * in.heads * L * T::WIDTH;
+        const bool by_tiles = !PART && uses_tiles<T>();
+        const int64_t filled = (in.heads + LANES - 1) / LANES * LANES;
+        std::vector<const char*> each(in.heads);
+        for (int64_t h = 0; h < in.heads; h++) each[h] = (const char*)(queries + h * L * T::WIDTH);
+        Buffer<uint32_t> words(by_tiles ? L * LANES * filled : 0);
+        if (by_tiles) transpose(each.data(), in.heads, L * LANES, words.data(), filled);
+        Tiles tiles(by_tiles);
         for (int64_t at = first; at < std::min(first + in.part, count); at += TOKENS) {
             const char* rows[TOKENS];
             for (int t = 0; t < TOKENS; t++) rows[t] = index[std::min(at + t, count - 1)];
@@ -46,7 +80,9 @@ void products(const typename T::Element* q, const Rows& in, float* out) {
                 });
             };
             float* to = out + pair * in.heads * in.count + at;
-            if (at + TOKENS <= count) {
+            if (by_tiles && at + TOKENS <= count) {
+                products_on_tiles<L>(words.data(), filled, in.heads, rows[0], index.row, to, in.count);
+            } else if (at + TOKENS <= count) {
                 multiply(to, in.count);
             } else {
                 Buffer<float> last(in.heads * TOKENS);
@@ -85,3 +121,4 @@ template <class T> void products_of(const void* q, const Rows& in, float* out) {
 EXPORT void row_scores(const RowScores& in) {
     in.is_bf16 ? products_of<BF16>(in.q, in, in.out) : products_of<F32>(in.q, in, in.out);
 }
+EXPORT int64_t is_on_tiles() { return has_tiles(); }

@@ -32,7 +32,9 @@ class RowScores(Struct):
     scale = real()
 
 
-_library = load("scores", Function("row_scores", RowScores))
+_library = load(
+    "scores", Function("row_scores", RowScores), Function("is_on_tiles", returns="int64_t")
+)
 
 _LINES = (1, 2, 3, 4, 6, 8, 16)  # row sizes that the library is built for, in cache lines
 _PART = 1024  # rows whose log-sum-exp is computed together

@@ -19,6 +19,7 @@ from tests.kernels.test_block import close, drawn
 
 OPS = {op.name: op for op in ops.ALL}
 COMPUTED = ("prefill_attention", "prefill_attention_with_column_sums", "column_sums", "windowed_attention")
+OTHERS = {"coded_attention": "coded", "row_scores": "scores", "page_scores": "scores"}
 BF16 = torch.bfloat16
 PROMPTS = ("long-qwen3-prompt", "long-wide-prompt")  # which the compiled products take
 
@@ -63,16 +64,15 @@ def test_keys_that_are_alike_on_tiles_are_those_in_fp32() -> None:
             assert_close(run(keys, threshold), wanted)
 
 
-@pytest.mark.parametrize("case", [case for case in cases() if case.op in (*COMPUTED, "coded_attention")], ids=str)
+@pytest.mark.parametrize("case", [case for case in cases() if case.op in (*COMPUTED, *OTHERS)], ids=str)
 def test_attention_on_tiles_equals_its_definition(case: OpCase) -> None:
-    name, tolerance = ("prefill", 2e-2) if case.op in COMPUTED else ("coded", 1e-2)
+    name, tolerance = ("prefill", 2e-2) if case.op in COMPUTED else (OTHERS[case.op], 1e-2)
     module, args = built(name), converted(case.args, BF16)
     if reason := getattr(module, f"{case.op}_refuses")(*args):
         pytest.skip(reason)
     got = getattr(module, case.op)(*args)
     wanted = OPS[case.op].backend(REFERENCE).run(*converted(args, torch.float64))
-    pairs = [(got, wanted)] if isinstance(got, torch.Tensor) else zip(got, wanted, strict=True)
-    for ours, theirs in pairs:
+    for ours, theirs in [(got, wanted)] if isinstance(got, torch.Tensor) else zip(got, wanted, strict=True):
         assert torch.equal(ours.isinf(), theirs.isinf())
         ours, theirs = (x.double().masked_fill(x.isinf(), 0) for x in (ours, theirs))
         assert_close(ours, theirs, atol=tolerance * max(1, float(theirs.abs().max())), rtol=0)
