@@ -62,19 +62,19 @@ PANELS = (
 )
 
 
-def no_along(tables: Sequence[Comparison], look: Look) -> str | None:
-    """Return why nothing can be drawn along answers, and what to do; None if it can."""
-    if _panels(tables):
-        return None
-    return (
-        "no answer is long enough to have several stretches: let models answer in more tokens, "
-        "as +experiment=small/long_answer does"
-    )
-
-
-def along(tables: Sequence[Comparison], look: Look) -> Drawn:
+def along(tables: Sequence[Comparison], look: Look) -> Drawn | str:
     """Draw a panel for each table and cost, with a line per row over the stretches of its answers."""
-    panels = _panels(tables)
+    panels = [
+        (table, panel, lines)
+        for panel in PANELS
+        for table in tables
+        if not table.of_perplexity and (lines := _lines(panel, table.entries))
+    ]
+    if not panels:
+        return (
+            "no answer is long enough to have several stretches: let models answer in more tokens, "
+            "as +experiment=small/long_answer does"
+        )
     known = styles([table for table, *_ in panels], lambda entry: entry.title)
     drawn = figures.panels(len(panels), look, of_kind=len(tables))
     for axes, (table, panel, lines) in zip(drawn.axes, panels, strict=True):
@@ -93,15 +93,6 @@ def along(tables: Sequence[Comparison], look: Look) -> Drawn:
         drawn.figure,
         "Costs along the answers (log axis); a point stands for the tokens since the one before it",
     )
-
-
-def _panels(tables: Sequence[Comparison]) -> list[tuple[Comparison, Panel, Lines]]:
-    return [
-        (table, panel, lines)
-        for panel in PANELS
-        for table in tables
-        if not table.of_perplexity and (lines := _lines(panel, table.entries))
-    ]
 
 
 def _lines(panel: Panel, entries: Sequence[ReportRow]) -> Lines:

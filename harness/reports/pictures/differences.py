@@ -31,19 +31,14 @@ class Difference(NamedTuple):
     holds: bool  # after Holm's correction
 
 
-def no_differences(tables: Sequence[Comparison], look: Look) -> str | None:
-    """Return why no difference to Full can be drawn, and what to do; None if one can."""
-    if any(_by_name(table) for table in tables):
-        return None
-    return (
-        "no run has a difference to Full with an interval: run Full on the same prompts, "
-        "baseline=run, and enough of them"
-    )
-
-
-def differences(tables: Sequence[Comparison], look: Look) -> Drawn:
+def differences(tables: Sequence[Comparison], look: Look) -> Drawn | str:
     """Draw a panel for each table, with the same rows in all of them."""
     shown = [(table, rows) for table in tables if (rows := _by_name(table))]
+    if not shown:
+        return (
+            "no run has a difference to Full with an interval: run Full on the same prompts, "
+            "baseline=run, and enough of them"
+        )
     names = list(dict.fromkeys(name for _, rows in shown for name in rows))
     names.sort(key=lambda name: fmean(rows[name].mean for _, rows in shown if name in rows))
     letters = max(len(line) for name in names for line in broken(name).splitlines())

@@ -86,19 +86,12 @@ def grid(needles: Sequence[NeedleScore]) -> Grid:
     return Grid(rows, names, means, edges)
 
 
-def no_needles(tables: Sequence[Comparison], look: Look) -> str | None:
-    """Return why no map of needles can be drawn, and what to do; None if one can."""
-    if _by_task(tables):
-        return None
-    return (
-        "no run hides needles at several depths or lengths: run task=niah, or needles of task=ruler"
-    )
-
-
-def needles(tables: Sequence[Comparison], look: Look) -> Drawn:
+def needles(tables: Sequence[Comparison], look: Look) -> Drawn | str:
     """Draw a map for each run of a task, or one with a line per run if all its prompts have one
     length."""
     tasks = _by_task(tables)
+    if not tasks:
+        return "no run hides needles at several depths or lengths: run task=niah, or needles of task=ruler"
     by_run = all(map(are_flat, tasks.values()))
     if by_run:
         grids = {task: _of_runs(by_name) for task, by_name in tasks.items()}

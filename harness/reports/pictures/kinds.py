@@ -22,22 +22,21 @@ PAGE = Look(width=None)
 
 
 class Kind(NamedTuple):
-    """A kind of figure. `lacks`: why tables have nothing to draw, and what to do about it; None if
-    they have. `by_model`: one table holds all tasks of a model."""
+    """A kind of figure. `draw` returns why tables have nothing to draw, and what to do about it, where
+    they have nothing. `by_model`: one table holds all tasks of a model."""
 
-    lacks: Callable[[Sequence[Comparison], Look], str | None]
-    draw: Callable[[Sequence[Comparison], Look], Drawn]
+    draw: Callable[[Sequence[Comparison], Look], Drawn | str]
     on_page: bool = True
     by_model: bool = False
 
 
 KINDS = {
-    "differences": Kind(differences.no_differences, differences.differences),
-    "frontier": Kind(scores.no_frontier, scores.frontier),
-    "budget": Kind(scores.no_budgets, scores.by_budget, on_page=False),
-    "along": Kind(along.no_along, along.along),
-    "needles": Kind(heatmap.no_needles, heatmap.needles),
-    "length": Kind(lengths.no_lengths, lengths.lengths, on_page=False, by_model=True),
+    "differences": Kind(differences.differences),
+    "frontier": Kind(scores.frontier),
+    "budget": Kind(scores.by_budget, on_page=False),
+    "along": Kind(along.along),
+    "needles": Kind(heatmap.needles),
+    "length": Kind(lengths.lengths, on_page=False, by_model=True),
 }
 
 
@@ -73,9 +72,10 @@ def of_paper(
         if look.groups:
             entries = corrected(entries, has_scores=metric != PERPLEXITY)
         tables.append(Comparison(heading, metric, entries))
-    if reason := KINDS[kind].lacks(tables, look):
-        raise ValueError(f"--figure {kind}: {reason}.")
-    return _drawn(kind, tables, look)
+    drawn = _drawn(kind, tables, look)
+    if isinstance(drawn, str):
+        raise ValueError(f"--figure {kind}: {drawn}.")
+    return drawn
 
 
 def _part(row: ReportRow, group: str) -> ReportRow | None:
@@ -95,17 +95,19 @@ def of_page(table: Comparison) -> Iterator[tuple[str, Drawn]]:
     """Yield the figures that a report's page has for a table, by kind."""
     rows = [replace(row, label=literal(row.label)) for row in table.entries]
     tables = [replace(table, title="", entries=rows)]
-    for kind, (lacks, _, on_page, _) in KINDS.items():
-        if on_page and not lacks(tables, PAGE):
-            yield kind, _drawn(kind, tables, PAGE)
+    for kind in (kind for kind, one in KINDS.items() if one.on_page):
+        if isinstance(drawn := _drawn(kind, tables, PAGE), Drawn):
+            yield kind, drawn
 
 
-def _drawn(kind: str, tables: Sequence[Comparison], look: Look) -> Drawn:
+def _drawn(kind: str, tables: Sequence[Comparison], look: Look) -> Drawn | str:
     with styled(look):
-        figure, caption = KINDS[kind].draw(list(map(_fewer, tables)), look)
+        drawn = KINDS[kind].draw(list(map(_fewer, tables)), look)
+    if isinstance(drawn, str):
+        return drawn
     more = [len(table.entries) for table in tables if len(table.entries) > MOST]
     cut = [f"the {MOST} rows of {count} that score best" for count in more]
-    return Drawn(figure, "; ".join([caption, *cut]) + ".")
+    return drawn._replace(caption="; ".join([drawn.caption, *cut]) + ".")
 
 
 def _fewer(table: Comparison) -> Comparison:

@@ -25,20 +25,14 @@ CAPTION = (
 Lines = list[tuple[ReportRow, list[float], list[float]]]
 
 
-def no_lengths(tables: Sequence[Comparison], look: Look) -> str | None:
-    """Return why times cannot be drawn against lengths, and what to do; None if they can."""
-    lines = [line for table in tables for line in _lines(table)]
-    if not lines:
-        return "no run has times per token: run without shared_prefill=true and trace=on"
-    if all(len(tokens) < 2 for _, tokens, _ in lines):
-        return "no method has prompts of several lengths: run task.lengths=[1024,2048,4096]"
-    return None
-
-
-def lengths(tables: Sequence[Comparison], look: Look) -> Drawn:
+def lengths(tables: Sequence[Comparison], look: Look) -> Drawn | str:
     """Draw a panel for each table, which holds all tasks of a model: a step costs by what the cache
     holds, whatever the task is."""
     panels = [(table, lines) for table in tables if (lines := _lines(table))]
+    if not panels:
+        return "no run has times per token: run without shared_prefill=true and trace=on"
+    if all(len(tokens) < 2 for _, lines in panels for _, tokens, _ in lines):
+        return "no method has prompts of several lengths: run task.lengths=[1024,2048,4096]"
     known = styles(tables, lambda entry: entry.label)
     drawn = figures.panels(len(panels), look, sharey=True)
     for axes, (table, lines) in zip(drawn.axes, panels, strict=True):

@@ -133,20 +133,20 @@ def front(points: Sequence[tuple[float, float] | None]) -> set[int]:
     return places
 
 
-def no_frontier(tables: Sequence[Comparison], look: Look) -> str | None:
-    """Return why scores cannot be drawn against costs, and what to do; None if they can."""
-    if _frontiers(tables, look):
-        return None
-    return _fed(tables) or (
-        f"no run has a score and one of the costs {', '.join(look.costs)}: "
-        "run a method other than Full on a task that is scored, or name other costs"
-    )
-
-
-def frontier(tables: Sequence[Comparison], look: Look) -> Drawn:
+def frontier(tables: Sequence[Comparison], look: Look) -> Drawn | str:
     """Draw a panel for each table and cost, with budgets at the points and the Pareto front of
     complete rows."""
-    panels = _frontiers(tables, look)
+    panels = [
+        Panel(table, COSTS[cost])
+        for cost in look.costs
+        for table in tables
+        if COSTS[cost].shows(table)
+    ]
+    if not panels:
+        return _fed(tables) or (
+            f"no run has a score and one of the costs {', '.join(look.costs)}: "
+            "run a method other than Full on a task that is scored, or name other costs"
+        )
     known = _styles(panels)
     drawn, caption = _scores(panels, look, [Line2D([], [], **FRONT, label="Pareto front")])
     for axes, panel in zip(drawn.axes, panels, strict=True):
@@ -179,37 +179,21 @@ def frontier(tables: Sequence[Comparison], look: Look) -> Drawn:
     return Drawn(drawn.figure, "; ".join(["Scores against costs", *caption, *meanings, *room]))
 
 
-def _frontiers(tables: Sequence[Comparison], look: Look) -> list[Panel]:
-    return [
-        Panel(table, COSTS[cost])
-        for cost in look.costs
-        for table in tables
-        if COSTS[cost].shows(table)
-    ]
-
-
-def no_budgets(tables: Sequence[Comparison], look: Look) -> str | None:
-    """Return why scores cannot be drawn against budgets, and what to do; None if they can."""
-    if not any(_vary(table) for table in tables):
-        return _fed(tables) or (
-            "no method has scores at several budgets: run it with -m budget=0.1,0.2,0.4"
-        )
-    for table in tables:
-        units = _units(table)
-        if len(units) > 1:
+def by_budget(tables: Sequence[Comparison], look: Look) -> Drawn | str:
+    """Draw a panel for each table in which a method has several budgets."""
+    panels = []
+    for table in filter(_vary, tables):
+        unit, *others = units = _units(table)
+        if others:
             return (
                 f"the budgets {' and '.join(units.values())} have no axis in common: "
                 "list budgets of one kind in the file of --paper"
             )
-    return None
-
-
-def by_budget(tables: Sequence[Comparison], look: Look) -> Drawn:
-    """Draw a panel for each table in which a method has several budgets."""
-    panels = []
-    for table in filter(_vary, tables):
-        [unit] = _units(table)
         panels.append(Panel(table, UNITS[unit]))
+    if not panels:
+        return _fed(tables) or (
+            "no method has scores at several budgets: run it with -m budget=0.1,0.2,0.4"
+        )
     drawn, caption = _scores(panels, look, [], apart=1.5 * BAR)
     for axes, panel in zip(drawn.axes, panels, strict=True):
         costs = {cost for cost, _ in chain.from_iterable(panel.points.values())}
