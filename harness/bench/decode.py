@@ -11,7 +11,7 @@ weights, or `--synthetic`, nobody computes the prompt: its keys and values are r
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
@@ -99,9 +99,8 @@ class Decoding:
         """Prefill the prompt for one sequence after the other, let the method digest it (the seal),
         then decode the first turn of all together and return the answers. `synthetic`: fill the
         caches with random keys and values in place of a prefill."""
-        running = RunningBatch(self.engine)
-        slots = []
-        for _ in range(batch):
+
+        def prefilled() -> tuple[KVCache, Tensor, float]:
             began = perf_counter()
             cache = self.engine.cache(prompt, self.capacity)
             logits = (
@@ -111,12 +110,9 @@ class Decoding:
             )
             self.caches.append(cache)
             self.logits.append(logits)
-            slots.append(
-                running.join(cache, logits, self.question, began=began, max_new_tokens=self.new)
-            )
-        while running.sequences:
-            running.run()
-        return [slot.out for slot in slots]
+            return cache, logits, began
+
+        return self._decode(prefilled() for _ in range(batch))
 
     def _filled(self, cache: KVCache, prompt: Tensor) -> Tensor:
         """Fill a cache with random keys and values in place of a prefill; return logits of
@@ -136,12 +132,15 @@ class Decoding:
     def turn(self) -> list[Generation]:
         """Decode `new` tokens of each sequence. The first of them is not computed: it comes from
         the logits of the prompt."""
+        pairs = zip(self.caches, self.logits, strict=True)
+        return self._decode((cache, logits, perf_counter()) for cache, logits in pairs)
+
+    def _decode(self, begun: Iterable[tuple[KVCache, Tensor, float]]) -> list[Generation]:
+        """Decode a turn of all sequences together: of each, cache, logits, and when its clock began."""
         running = RunningBatch(self.engine)
         slots = [
-            running.join(
-                cache, logits, self.question, began=perf_counter(), max_new_tokens=self.new
-            )
-            for cache, logits in zip(self.caches, self.logits, strict=True)
+            running.join(cache, logits, self.question, began=began, max_new_tokens=self.new)
+            for cache, logits, began in begun
         ]
         while running.sequences:
             running.run()
@@ -179,9 +178,7 @@ def measure(
         if beside:
             full_kv = attachments.enter_context(closing(attach(full)))
             ways["full"] = Decoding(full_kv, ids, options, batch)
-        *_, times = rounds_of(
-            {name: side.timed_turn for name, side in ways.items()}, options.rounds
-        )
+        times = rounds_of({name: side.timed_turn for name, side in ways.items()}, options.rounds)
     tpot_s = estimate(times["own"])
     generation = own.last[0]
     floor = floor_s(own, known["read_gb_s"])
@@ -224,7 +221,6 @@ def attachment(
         codec=codec,
         placement=options.placement if method.offloads else DEVICE,
         calibration=torch.tensor([text]),
-        reuse_steps=options.reuse_steps if method.uses_budget else 0,
         overlap=options.overlap == "on",
     )
     return Attachment(loaded.model, method, attaching)

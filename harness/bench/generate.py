@@ -177,10 +177,10 @@ def main(options: argparse.Namespace) -> None:
         if report.skips(f"{tokens} tokens"):
             continue
         # warm up on a short prompt
-        *_, _ = rounds_of(calls_of(loaded_as, text[:, : min(256, tokens)], 8), 1, {})
+        rounds_of(calls_of(loaded_as, text[:, : min(256, tokens)], 8), 1, {})
         failures: dict[tuple[str, str], str] = {}
         ops.forget_used()
-        *_, runs = rounds_of(
+        runs = rounds_of(
             calls_of(loaded_as, text[:, :tokens], options.new), options.rounds, failures
         )
         for row in compare(runs, tokens, options.dtypes, set(some.eos_ids)):

@@ -64,7 +64,6 @@ class LayerDecoding:
             budget=budget,
             codec=codec,
             abilities=asked(budget, codec),
-            reuse_steps=options.reuse_steps,
             placement=options.placement if method.offloads else DEVICE,
             prepared=method.prepare(specs, shape.observe()),
         )
@@ -105,7 +104,7 @@ def measure(
 
     for decoding in (full, own) * 2:
         next_step(decoding)
-    *_, times = rounds_of(
+    times = rounds_of(
         {"own": partial(next_step, own), "full": partial(next_step, full)}, options.rounds
     )
     parts, read = trace(own)

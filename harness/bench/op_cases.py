@@ -60,7 +60,6 @@ class Inputs:
     tokens: int
     budget: int
     prefill: int  # tokens of a prompt: its attention grows with their square
-    inner: int | None = None  # channels of the MLP; None: as many times the model's as in Llama 3
 
     def __post_init__(self) -> None:
         least, parts = 2 * SINKS + 1, max(parts for parts, _ in CODES)
@@ -530,7 +529,7 @@ def _model(x: Inputs) -> Iterator[OpCase]:
 def _block(x: Inputs, channels: int) -> DecoderBlock:
     """Return the weights of a decoder layer with so many channels."""
     groups = x.shape.kv_heads * x.shape.head_dim
-    inner = x.inner or round(INNER * channels)
+    inner = round(INNER * channels)
 
     def linear(rows: int, columns: int = channels) -> Linear:
         return Linear(x.random(rows, columns))

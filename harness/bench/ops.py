@@ -150,7 +150,7 @@ def wanted(options: argparse.Namespace) -> Iterator[Inputs]:
     sizes that do not go together."""
     shape = arguments.shape(options)
     for tokens in options.tokens:
-        yield Inputs(shape, tokens, options.budget, options.prefill, options.inner)
+        yield Inputs(shape, tokens, options.budget, options.prefill)
 
 
 TABLE = output.table(
@@ -177,7 +177,6 @@ def parser() -> argparse.ArgumentParser:
         "tokens": [32768],
         "budget": {"type": count, "default": 2048},
         "prefill": 2048,
-        "inner": None,
     }
     shared = arguments.LAYER | arguments.FAST | {"rounds": 15}
     return arguments.parser("ops", __doc__, ops=ops, **sizes, **shared)

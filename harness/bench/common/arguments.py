@@ -14,7 +14,7 @@ from harness.models.base import DTYPES
 from harness.models.devices import DeviceError, check_device
 from harness.models.embedded import SmolLM2
 from harness.models.random import SHAPES, Random
-from harness.terminal.arguments import budget, count, length, natural, positive, typed
+from harness.terminal.arguments import budget, count, length, positive, typed
 from methods.tiers.tier import DEVICE, TIERS
 
 
@@ -57,7 +57,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "type": batch,
         "help": "sequences that decode together; max: as many as fit, by the forecast",
     },
-    "reuse_steps": {"type": natural},
     "heads": {"type": count},
     "kv_heads": {"type": count},
     "head_dim": {"type": count},
@@ -68,7 +67,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "layers": {"type": count, "help": "of the random weights; all by default"},
     "synthetic": {"action": "store_true", "help": "no prefill: random K and V; so with --shape"},
     "prefill": {"type": count, "help": "tokens of a prompt whose attention is quadratic"},
-    "inner": {"type": count, "help": "channels of the MLP; 3.5 times the model's by default"},
     "dtypes": {"nargs": "+", "choices": DTYPES},
     "device": {"type": device},
     "rounds": {"type": count},
@@ -88,7 +86,6 @@ METHODS: dict[str, Any] = {
     "methods": [],
     "config_dir": [],
     "placement": DEVICE,
-    "reuse_steps": 0,
     "codec": None,
     "budget_mass": None,
 }

@@ -177,21 +177,18 @@ def interleaved(
 ) -> dict[CallKey, list[float]]:
     """Return `rounds` times of each call, after two calls to warm up; the calls take turns. A call that raises an error
     is left out, and `failures` gets the reason."""
-    for _ in rounds_of(calls, 2, failures):
-        pass
+    rounds_of(calls, 2, failures)
     timed = {name: partial(clock, call) for name, call in calls.items() if name not in failures}
-    *_, times = rounds_of(timed, rounds, failures)
-    return times
+    return rounds_of(timed, rounds, failures)
 
 
 def rounds_of(
     calls: Mapping[CallKey, Callable[[], Result]],
     rounds: int,
     failures: Failures[CallKey] | None = None,
-) -> Iterator[dict[CallKey, list[Result]]]:
-    """Run each call `rounds` times, in turn, and yield all results so far after each round. With
-    `failures`, a call that raises an error is dropped with its results, and the reason is stored
-    there; without, the error is raised."""
+) -> dict[CallKey, list[Result]]:
+    """Return the results of `rounds` runs of each call, in turn. With `failures`, a call that raises an
+    error is dropped with its results, and the reason is stored there; without, the error is raised."""
     done: dict[CallKey, list[Result]] = {key: [] for key in calls}
     for place in range(rounds):
         # reversed in every other round, so that none always comes first
@@ -203,9 +200,9 @@ def rounds_of(
                     raise
                 failures[key] = why(error)
                 del done[key]
-            if failures is not None and key in failures:
+            if key not in done:
                 release()
-        yield done
+    return done
 
 
 def why(error: Exception) -> str:

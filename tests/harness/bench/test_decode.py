@@ -80,7 +80,7 @@ def test_batches_decode_together_up_to_the_largest_that_fits(tmp_path: Path, mon
 
 def options(**changes: Any) -> argparse.Namespace:
     plain = {"new": 5, "rounds": 2, "synthetic": False, "tokens": [100], "methods": [], "budget": 40}
-    return argparse.Namespace(**plain | {"placement": "device", "reuse_steps": 0, "calibration": prompt(64)} | changes)
+    return argparse.Namespace(**plain | {"placement": "device", "calibration": prompt(64)} | changes)
 
 
 @pytest.mark.tokens
