@@ -498,17 +498,11 @@ class Settings:
             yield (
                 f"budget={self.budget} limits the bytes of all layers on the device: leave {other} out."
             )
-        if self.budget_generated is not None and self.budget is None:
-            yield "budget_generated goes with a budget: set one; budget=1.0 leaves the prompt whole."
         if self.keep_generated is not None and self.budget_generated is None:
             yield (
                 f"keep_generated={self.keep_generated} chooses among more generated tokens than budget_generated "
                 "allows: set that as well."
             )
-        if self.evict_every is not None and self.budget is None:
-            yield "evict_every goes with a budget, down to which a method evicts: set one."
-        if self.budget_mass is not None and self.budget is None:
-            yield "budget_mass goes with a budget, by which a method picks the candidates: set one."
         if self.template_kwargs and self.chat == "none":
             yield "template_kwargs are for the chat template, which chat=none leaves out: leave one of them out."
         for key in TEMPLATE_KEYWORDS.keys() & (self.template_kwargs or {}):

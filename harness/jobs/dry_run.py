@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.jobs.examples import by_context
+from harness.jobs.examples import by_context, room
 from harness.jobs.job import Job
 from harness.jobs.machine import refusal
 from harness.jobs.memory import full_bytes, largest_batch, sealed_cost, size
@@ -131,24 +131,28 @@ def totals(known: Forecasts) -> str:
 
 
 def _budget(job: Job) -> str:
-    """Return a sentence on how many prompt tokens a step reads, over the layers that have a budget.
-    A prompt that is no longer than the method's first and last tokens is read whole."""
+    """Return a sentence on how many tokens a step reads, over the layers that have a budget: of the
+    prompt, or of prompt and answer where the budget counts both. A prompt that is no longer than the
+    method's first and last tokens is read whole."""
     budget, layers = job.budget, range(job.model.describe().num_whole_layers)
     prompts = [tokens for item in job.items for tokens in item.sealed(job.settings.protocol)]
     ruled = [layer for layer in layers if budget is not None and layer not in budget.dense_layers]
     if budget is None or not ruled:
         return f"none: a step reads all of {_range(prompts)} prompt tokens"
-    asked = [
-        (tokens, budget.tokens(tokens, layer))
-        for tokens in {min(prompts), max(prompts)}
-        for layer in ruled
-    ]
-    read = [tokens if job.method.reads_all(tokens, some) else some for tokens, some in asked]
+    cases = [(tokens, layer) for tokens in {min(prompts), max(prompts)} for layer in ruled]
     dense = (
         f"; all in layers {', '.join(map(str, budget.dense_layers))}" if budget.dense_layers else ""
     )
-    most = "at most " if budget.mass is not None else ""
-    return f"a step reads {most}{_range(read)} of {_range(prompts)} prompt tokens{dense}"
+    use = job.facts()["budget_use"]
+    if use["counts"] != "prompt":
+        rows = [budget.rows(*case) for case in cases]
+        most = room(job.items)
+        read = [min(most, some + use["extra_rows"]) if some else most for some in rows]
+        return f"a step reads at most {_range(read)} of {most} tokens of prompt and answer{dense}"
+    asked = [(tokens, budget.tokens(tokens, layer)) for tokens, layer in cases]
+    read = [tokens if job.method.reads_all(tokens, some) else some for tokens, some in asked]
+    at_most = "at most " * (budget.mass is not None)
+    return f"a step reads {at_most}{_range(read)} of {_range(prompts)} prompt tokens{dense}"
 
 
 def _bytes(job: Job) -> str:

@@ -100,8 +100,14 @@ def resolve(wanted: Settings, given: Method, info: ModelInfo) -> Resolved:
         changes |= {key: NEUTRAL[key] for key in keys if "." not in key}
     settings = replace(wanted, **changes)
     budget = _budget(settings, method, info)
-    for one in abilities_of(settings, budget):
-        one.check_model(shapes(info)[0])
+    given = abilities_of(settings, budget)
+    refuse(method, given)
+    for one in given:
+        try:
+            one.check_model(shapes(info)[0])
+        except ValueError as error:
+            setting = f"codec={settings.codec}: " * isinstance(one, KeptCodec)
+            raise SettingsError(f"{setting}{error}") from error
     return Resolved(method, settings, budget, list(_notes(wanted, method)))
 
 
@@ -251,11 +257,6 @@ def _check_method(settings: Settings, method: Method, info: ModelInfo) -> None:
             "less."
         )
     check_layers("dense_layers", settings.dense_layers, info.num_whole_layers)
-    if settings.codec is not None and not KeptCodec.refusal(method):
-        try:
-            codecs.codec_of(settings.codec).for_layer(shapes(info)[0])
-        except ValueError as error:
-            raise SettingsError(f"codec={settings.codec}: {error}") from error
     folder = settings.store.folder if settings.history == "store" else None
     if folder is not None and (why := unwritable(Path(folder))):
         raise SettingsError(f"store.folder={folder} cannot be used: {why}; name another folder.")
@@ -299,7 +300,6 @@ def resolve_for_examples(
         if isinstance(budget, AlignedBudget):
             for length in sorted({item.sealed(settings.protocol)[0] for item in items}):
                 budget.refuse(length)
-        refuse(method, abilities_of(settings, budget))
         method.check(
             budget,
             next((x for x in range(info.num_whole_layers) if x not in budget.dense_layers), 0),
