@@ -23,7 +23,7 @@ NOT_RECORDED: Any = {"recorded": False}
 PASSING = ("created", "permission", "object")
 # numbers of a model that a server does not say
 OF_WEIGHTS = (
-    "rotary_dim", "hidden_size", "inner_size", "chosen_experts", "vocab_size", "num_parameters",
+    "rotary_dim", "hidden_size", "inner_size", "chosen_experts", "num_parameters",
 )  # fmt: skip
 RUNNER = "harness.endpoint.runner"  # found by its name, since it knows this module
 # engines whose requests have more words than OpenAI's: a least length, EOS that is ignored, top_k, first words of an

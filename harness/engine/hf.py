@@ -34,9 +34,10 @@ from harness.engine.trial import LayerTrial, by_token, goes_by_token, trial, uns
 from harness.models import probe
 from harness.models.base import ORIGINAL, is_listed
 from harness.models.devices import current
-from harness.models.indexers import IndexOf, choosing_nothing, indexer_of, is_indexed
+from harness.models.indexers import IndexOf, choosing_nothing, is_indexed
 from harness.models.latents import Latent, is_latent, unexpanded
 from harness.models.layer_kinds import layer_kinds
+from harness.models.probe import Heads
 from harness.models.state_modules import Run, StateModule, called_by, state_modules
 from methods.base import AttnInput, LayerSpec
 
@@ -340,14 +341,13 @@ def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
         LayerSpec(
             index=index,
             num_layers=len(modules),
-            num_heads=num_heads(module),
-            **_divided(module),
+            **(heads := heads_of(module)).fields,
             scale=module.scaling,
             rope=Rotary(rotary, module, next(model.parameters()).device, pairing),
             rotary_dim=pairing.width or None,
             unknown=_TRIED[module].unknown if module in _TRIED else (),
             device=next(module.parameters()).device,
-            project_query=(project := projection(module, num_heads(module), pairing, model)),
+            project_query=(project := projection(module, heads.num_heads, pairing, model)),
             finish_query=project.finish,
             window=window,
             sink_logits=None
@@ -355,7 +355,6 @@ def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
             else sinks.detach().float(),
             rope_like=turns.index(turns[index]),  # the first that rotates as it does
             borrowers=borrowers,
-            indexer=indexer_of(module),
         )
         for index, (module, pairing, window, borrowers) in enumerate(
             zip(modules, pairings[: len(modules)], kinds.windows, kinds.borrowers, strict=True)
@@ -368,26 +367,12 @@ def _turning(module: Any) -> int:
     return module.qk_rope_head_dim if is_latent(module) else module.head_dim
 
 
-def _divided(module: Any) -> dict[str, Any]:
-    """Return the fields of `LayerSpec` that say how an attention module divides its keys and
-    values."""
-    if is_latent(module):
-        latent = Latent(module)
-        width = latent.rotated + latent.channels
-        return dict(num_kv_heads=1, head_dim=width, value_dim=latent.channels, values_in_keys=True)
-    values = _TRIED[module].heads.value_dim if module in _TRIED else module.head_dim
-    return dict(
-        num_kv_heads=num_heads(module) // module.num_key_value_groups,
-        head_dim=module.head_dim,
-        value_dim=None if values == module.head_dim else values,
-    )
-
-
-def num_heads(module: Any) -> int:
-    """Return how many query heads an attention module has."""
+def heads_of(module: Any) -> Heads:
+    """Return how an attention module is divided. Those of listed classes have values as wide as keys."""
     if module in _TRIED:
-        return _TRIED[module].heads.num_heads
-    return int(module.config.num_attention_heads)
+        return _TRIED[module].heads
+    count = int(module.config.num_attention_heads)
+    return Heads(count, count // module.num_key_value_groups, module.head_dim, module.head_dim)
 
 
 def rotates(module: Any) -> bool:

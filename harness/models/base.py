@@ -101,7 +101,6 @@ class ModelInfo:
     hidden_size: int
     inner_size: int  # channels of an MLP, or of one expert
     chosen_experts: int  # experts that a token passes through; 0 without experts
-    vocab_size: int
     num_parameters: int
     dtype: str  # the checkpoint's own, one of DTYPES
     # how many tokens each layer with keys and values sees, None for all
@@ -130,10 +129,6 @@ class ModelInfo:
     @property
     def num_heads(self) -> int:
         return self.served.num_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.served.num_kv_heads
 
     @property
     def head_dim(self) -> int:
@@ -314,7 +309,6 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
         hidden_size=config.hidden_size,
         inner_size=_number(config, *["moe_intermediate_size"] * routed, "intermediate_size"),
         chosen_experts=_number(config, *CHOSEN_EXPERTS) if routed else 0,
-        vocab_size=config.vocab_size,
         num_parameters=int(model.num_parameters()),  # tied ones count once
         dtype=next((name for name, full in DTYPES.items() if full == saved), usual),
         layer_windows=kinds.windows,

@@ -66,6 +66,18 @@ class Heads(NamedTuple):
         """Return how many numbers a KV head stores of a token."""
         return self.head_dim + (0 if self.in_keys else self.value_dim)
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Return these as the fields of a `LayerSpec`."""
+        return dict(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            value_dim=None if self.value_dim == self.head_dim else self.value_dim,
+            values_in_keys=self.in_keys,
+            indexer=self.indexer,
+        )
+
 
 class Call(NamedTuple):
     """Hold what one attention module was given, and what it passed to the attention function."""

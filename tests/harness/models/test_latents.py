@@ -158,7 +158,7 @@ def test_a_row_a_forecast_and_memory_name_the_same_bytes(
     monkeypatch.setattr(model_check, "_known", {})
     model = source(family) if family == "mistral4" else saved(fresh(family, vocab_size=264), tmp_path / family)
     info = model.describe()
-    assert (info.num_kv_heads, info.served.in_keys) == (1, True)
+    assert (info.served.num_kv_heads, info.served.in_keys) == (1, True)
     words = ["model=hf", f"model.name={model.name}", "chat=none", "task.depths=1", "task.lengths=[300]"]
     code, said, err = cli(*words, "method=full", "baseline=off", "dry_run=true")
     assert code == 0, err

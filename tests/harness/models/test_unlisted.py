@@ -208,7 +208,7 @@ def test_it_is_compared_with_generate_once_and_the_result_is_shown(
 ) -> None:
     source = HuggingFace(str(saved("glm4_moe")))
     info = source.describe()
-    assert (info.architecture, info.num_kv_heads, info.head_dim) == ("Glm4MoeForCausalLM", 2, 16)
+    assert (info.architecture, info.served.num_kv_heads, info.head_dim) == ("Glm4MoeForCausalLM", 2, 16)
     assert (info.inner_size, info.chosen_experts) == (48, 2)
     assert info.num_parameters == sum(weight.numel() for weight in source.load("fp32", "cpu").model.parameters())
     compare, compared = model_check._compared, list[str]()
