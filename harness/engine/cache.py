@@ -437,18 +437,12 @@ class KVCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.num_tokens + query_length, 0
 
-    get_query_offset = get_seq_length
-
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return self.capacity
 
     @property
     def is_compileable(self) -> bool:
         return False
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        return [False] * len(self.layers)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         raise UnsupportedError(
