@@ -120,17 +120,18 @@ def build(mapping: Mapping[str, Any], key: str = "press") -> Any:
     return press
 
 
-def check_mapping(mapping: object, key: str = "press") -> None:
-    """Raise `KVPressError` unless `mapping` has the form that `build` takes; kvpress need not be
-    installed."""
+def mappings(mapping: Any, key: str = "press") -> Iterator[Mapping[str, Any]]:
+    """Yield a mapping that describes a press, and those of the presses in it. Raise `KVPressError` for
+    one that has not the form that `build` takes; kvpress need not be installed."""
     if not isinstance(mapping, Mapping) or not isinstance(mapping.get("name"), str):
         raise KVPressError(
             f"{key}={mapping} names no press: give one, as in {key}={{name: SnapKVPress}}."
         )
+    yield mapping
     for name, value in mapping.items():
         for inner in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(inner, Mapping):
-                check_mapping(inner, f"{key}.{name}")
+                yield from mappings(inner, f"{key}.{name}")
 
 
 def set_ratio(press: Any, ratio: float) -> bool:

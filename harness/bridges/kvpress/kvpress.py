@@ -10,7 +10,7 @@ docs/loops.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +20,7 @@ from harness.bridges.kvpress.building import (
     BY_ROWS,
     KVPressError,
     build,
-    check_mapping,
+    mappings,
     set_ratio,
     windows,
 )
@@ -54,14 +54,15 @@ class KVPress(Method):
     press: dict[str, Any] = field(default_factory=lambda: {"name": "ExpectedAttentionPress"})
 
     def __post_init__(self) -> None:
-        check_mapping(self.press)
+        list(mappings(self.press))  # raises what is wrong with them
         object.__setattr__(self, "press", Fixed(deepcopy(self.press)))
 
     @property
     def modules(self) -> tuple[str, ...]:
         """Return the names of the modules that define a user's own presses; a run's identity
         contains a hash of their code."""
-        return tuple(dict.fromkeys(_modules(self.press)))
+        modules = (each["name"].rpartition(".")[0] for each in mappings(self.press))
+        return tuple(dict.fromkeys(filter(None, modules)))
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -121,14 +122,3 @@ class KVPress(Method):
         for press in presses:
             press.post_init_from_model(projection.model)
         return [Layer(spec, cache, self, PressEvict(presses)) for spec in specs]
-
-
-def _modules(mapping: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of the Python modules that define a mapping's presses, leaving out kvpress's
-    own."""
-    if "." in mapping["name"]:
-        yield mapping["name"].rpartition(".")[0]
-    for value in mapping.values():
-        for inner in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(inner, Mapping):
-                yield from _modules(inner)
