@@ -23,6 +23,7 @@ from harness.engine.engine import Engine
 from harness.engine.fidelity import reference_layers
 from harness.engine.states import fresh_states
 from harness.models.devices import parts_of
+from harness.results.fact import Value, largest
 from kernels import ops
 from methods.base import AttnInput, CacheState, KVLayer
 from methods.tiers.tier import DEVICE
@@ -38,9 +39,9 @@ class Usage:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.backends: dict[str, list[str]] = {}
-        self.host_bytes: int | None = None  # the most resident memory of the process
+        self.host_bytes: Value = None  # the most resident memory of the process
         # the most that torch had allocated on CUDA devices; null on the CPU
-        self.device_bytes: int | None = None
+        self.device_bytes: Value = None
 
     def __enter__(self) -> Self:
         ops.forget_used()
@@ -66,13 +67,8 @@ class Usage:
         """Merge the measurement of another stretch of work into this one."""
         for name, used in other.backends.items():
             self.backends[name] = sorted({*self.backends.get(name, ()), *used})
-        self.host_bytes = larger(self.host_bytes, other.host_bytes)
-        self.device_bytes = larger(self.device_bytes, other.device_bytes)
-
-
-def larger(one: int | None, other: int | None) -> int | None:
-    """Return the larger of two numbers, ignoring None; None if both are."""
-    return max((value for value in (one, other) if value is not None), default=None)
+        self.host_bytes = largest([self.host_bytes, other.host_bytes])
+        self.device_bytes = largest([self.device_bytes, other.device_bytes])
 
 
 class Prefilled(NamedTuple):

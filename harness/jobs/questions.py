@@ -24,8 +24,9 @@ from harness.jobs.examples import PreparedExample
 from harness.jobs.facts import PEAKS
 from harness.jobs.histories import Histories
 from harness.jobs.likelihood import Likelihood, Unmeasured, references
-from harness.jobs.prefill import Prefilled, Usage, larger
+from harness.jobs.prefill import Prefilled, Usage
 from harness.models.devices import wait_for
+from harness.results.fact import largest
 from harness.results.records import RecordError, StoreError
 from kernels.dispatch import BackendError
 from methods.layers.returned import ReturnedError
@@ -56,8 +57,8 @@ class Transcript:
         prefill, decode, compared = self.prefill, self.decode, self.turns[0].fidelity
         peaks = (prefill.device_bytes, prefill.host_bytes, decode.device_bytes, decode.host_bytes)
         return {
-            "device_peak_bytes": larger(prefill.device_bytes, decode.device_bytes),
-            "host_peak_bytes": larger(prefill.host_bytes, decode.host_bytes),
+            "device_peak_bytes": largest([prefill.device_bytes, decode.device_bytes]),
+            "host_peak_bytes": largest([prefill.host_bytes, decode.host_bytes]),
             "peaks": dict(zip(PEAKS, peaks, strict=True)),
             "prefilled_by": self.prefilled_by,
             "fidelity": compared[0] if compared else None,
