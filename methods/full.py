@@ -37,10 +37,6 @@ class Full(PolicyMethod):
     def offloads(self) -> bool:
         return self.offload
 
-    @property
-    def asks_ahead(self) -> bool:
-        return self.offload
-
     def cost(self, case: LayerWorkload) -> Cost:
         return costs.dense(case) + costs.sent_away(
             case, case.sealed if self.offload else 0, case.sealed

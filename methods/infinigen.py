@@ -367,7 +367,6 @@ class InfiniGen(PooledMethod):
 
     offloads = True
     no_latents = "it skews the keys of each head, and all heads share one latent"
-    asks_ahead = True
     takes = {KeptCodec: None}
     needs = (QUERIES,)
     tunable = {

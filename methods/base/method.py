@@ -102,12 +102,6 @@ class Method(metaclass=_TupleForList):
         return False
 
     @property
-    def asks_ahead(self) -> bool:
-        """Return whether a decode step asks for a layer's tokens already while the layer before it
-        computes, which may hide their transfer."""
-        return False
-
-    @property
     def needs(self) -> tuple[str, ...]:
         """Return what this method must know of a model, though some models do not let it be found
         out: ROTATION if it rotates keys or queries itself, QUERIES if it computes queries."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.ragged import Ragged
 from methods.budget import Budget
-from methods.tiers.codec import Codec, Plain
+from methods.tiers.codec import Codec
 from methods.tiers.pinned_memory import PinnedReservation
 from methods.tiers.rows import Place
 from methods.tiers.tier import DEVICE
@@ -102,11 +102,6 @@ class LayerSpec:
     def row_channels(self) -> int:
         """Return how many numbers a KV head stores of a token, its key and its value."""
         return self.head_dim + (0 if self.values_in_keys else self.value_channels)
-
-    @property
-    def plain(self) -> Plain:
-        """Return the codec that keeps tokens of this layer as they are."""
-        return Plain(self.value_channels, self.values_in_keys)
 
     def sinks_of(self, head: int | None = None) -> Tensor | None:
         """Return the sink logits (a learned logit per query head that takes part in the softmax

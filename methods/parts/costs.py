@@ -9,7 +9,7 @@ import torch
 
 from kernels.top_p import BITS, RANGE_BYTES
 from methods.base import Cost, LayerWorkload, Plan
-from methods.tiers.codec import Codec
+from methods.tiers.codec import Codec, Plain
 from methods.tiers.tier import DEVICE
 
 FP32, INT32, INT64 = 4, 4, 8  # bytes of an element
@@ -64,7 +64,7 @@ def sent_away(case: LayerWorkload, tokens: int, read: int) -> Cost:
     if case.placement == DEVICE and case.codec is None:
         return Cost(0)
     left = Cost(-tokens * case.row_bytes).reading(-read * case.row_bytes)
-    return left + pool(case, case.codec or case.spec.plain, tokens, read)
+    return left + pool(case, case.codec or Plain(), tokens, read)
 
 
 def pool(case: LayerWorkload, codec: Codec, tokens: int, read: int) -> Cost:

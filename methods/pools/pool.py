@@ -36,7 +36,7 @@ class Pool:
         """Make room for `capacity` tokens of `spec.num_kv_heads` heads, in the tier that the
         request names, and in the request's codec unless `codec` is given."""
         request = cache.request
-        codec = (codec or request.codec or spec.plain).for_layer(spec)
+        codec = (codec or request.codec or Plain()).for_layer(spec)
         self.spec, self.cache, self.capacity, self.codec = spec, cache, capacity, codec
         self.length = 0
         blocks = capacity // codec.block
