@@ -117,7 +117,7 @@ class Server:
         if scenario.policy != RECOMPUTE:
             ttl_s = scenario.ttl_s or inf
             self.store = Placement(
-                scenario.capacities, POLICIES[scenario.policy](), ttl_s, scenario.copies
+                scenario.capacities, POLICIES[scenario.policy], ttl_s, scenario.copies
             )
         write_buffer = size("write_buffer", scenario.write_buffer)
         self.disk = SimulatedDisk(scenario.capacities[DISK], costs.hardware, write_buffer)

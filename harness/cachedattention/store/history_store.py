@@ -39,7 +39,7 @@ from harness.cachedattention.store.block import (
 from harness.cachedattention.store.disk import Disk, HistoryError, warn
 from harness.cachedattention.store.fingerprint import EXACT, Fingerprint, cut_lineage
 from harness.cachedattention.store.history_load import HistoryLoad, Prepare
-from harness.cachedattention.store.placement import LRU, Placement, SchedulerAware
+from harness.cachedattention.store.placement import POLICIES, USUAL, Placement, Policy
 from harness.cachedattention.store.statistics import Statistics
 from harness.cachedattention.store.stored_sessions import StoredSessions
 from harness.cachedattention.store.upload import MakeStored, UploadToHost, as_given
@@ -78,7 +78,7 @@ class HistoryStore:
         host: int = 0,
         disk: int = 0,
         folder: Path | None = None,
-        policy: LRU | None = None,
+        policy: Policy = POLICIES[USUAL],
         block_tokens: int = 256,
         ttl_s: float = inf,
         on: str = "cpu",
@@ -91,7 +91,7 @@ class HistoryStore:
             raise HistoryError("a disk tier needs both: disk, its bytes, and folder, its place")
         self.fingerprint, self.block_tokens, self.threads = fingerprint, block_tokens, threads
         engine = engine or TransferEngine()
-        self.placement = Placement({HOST: host, DISK: disk}, policy or SchedulerAware(), ttl_s)
+        self.placement = Placement({HOST: host, DISK: disk}, policy, ttl_s)
         self.pinned_pool = PinnedPool(engine.pinned_memory, host + write_buffer)
         self.contents = StoredSessions(
             self.placement,

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
-from typing import ClassVar
 
 from harness.config.values import SettingsError
 from methods.tiers.tier import DEVICE, DISK, HOST, TIERS
@@ -34,39 +33,25 @@ class PlacedSession:
     level: int
 
 
-class LRU:
-    """The policy by which the least recently used session leaves a full tier first."""
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Say which session leaves a full tier first: the one with the smallest tick `order`, that of its
+    last use or that at which it entered its tier. By the latter, what moves there from another tier
+    is the last to come, so it always finds room. `looks_ahead`: a session with a job among the next
+    waiting ones is kept; if all have one, the session whose job is last in the queue leaves."""
 
-    name: ClassVar[str] = "lru"
-    order: ClassVar[str] = "used"  # the tick by which sessions leave
-
-    def window(self, capacity: int, mean_size: float) -> int:
-        """Return how many of the next waiting jobs the policy looks ahead at, if the tiers hold
-        `capacity` bytes and a session has `mean_size` on average; 0 for none. A session with a job
-        among them is kept. If all sessions have one, the session whose job is last in the queue
-        leaves."""
-        return 0
-
-
-class FIFO(LRU):
-    """The policy by which the session that came into its tier first leaves it first, used or not.
-    What moves there from another tier counts as the last to come, so it always finds room."""
-
-    name = "fifo"
-    order = "entered"
-
-
-class SchedulerAware(LRU):
-    """CachedAttention's policy, which looks ahead at as many waiting jobs as there are sessions
-    that fit into the tiers. Among the sessions without such a job the least recently used one leaves first."""
-
-    name = "scheduler_aware"
+    order: str = "used"
+    looks_ahead: bool = False
 
     def window(self, capacity: int, mean_size: float) -> int:
-        return int(capacity / mean_size) if mean_size else 0
+        """Return how many of the next waiting jobs the policy looks ahead at: as many as there are
+        sessions that fit into the tiers, if these hold `capacity` bytes and a session has
+        `mean_size` on average."""
+        return int(capacity / mean_size) if self.looks_ahead and mean_size else 0
 
 
-POLICIES: Mapping[str, type[LRU]] = {policy.name: policy for policy in (SchedulerAware, LRU, FIFO)}
+USUAL = "scheduler_aware"  # CachedAttention's
+POLICIES = {USUAL: Policy(looks_ahead=True), "lru": Policy(), "fifo": Policy("entered")}
 
 
 class TierContents:
@@ -197,7 +182,11 @@ class Placement:
     above hold, for spare copies of their sessions."""
 
     def __init__(
-        self, capacities: Mapping[str, int], policy: LRU, ttl_s: float = inf, copies: bool = False
+        self,
+        capacities: Mapping[str, int],
+        policy: Policy,
+        ttl_s: float = inf,
+        copies: bool = False,
     ) -> None:
         given = {name: capacities[name] for name in TIERS if capacities.get(name)}
         if copies and DISK in given:

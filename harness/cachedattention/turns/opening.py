@@ -89,7 +89,7 @@ def opened(
                 host=wanted.capacities[HOST],
                 disk=wanted.capacities[DISK],
                 folder=temporary or (Path(wanted.folder) / run if wanted.folder else None),
-                policy=POLICIES[wanted.policy](),
+                policy=POLICIES[wanted.policy],
                 block_tokens=BLOCK_TOKENS,
                 ttl_s=inf if wanted.ttl_s is None else wanted.ttl_s,
                 on=str(attachment.model.device),

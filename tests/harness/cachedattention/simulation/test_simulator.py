@@ -111,7 +111,7 @@ def served(policy: str, host: int, disk: int, folder: Path) -> tuple[list[Told],
             host=host,
             disk=disk,
             folder=folder,
-            policy=POLICIES[policy](),
+            policy=POLICIES[policy],
             block_tokens=BLOCK,
             clock=time,
             threads=0,  # the simulated disk takes no time

@@ -7,13 +7,11 @@ import random
 import pytest
 
 from harness.cachedattention.store.placement import (
-    FIFO,
-    LRU,
     POLICIES,
     Move,
     PlacedSession,
     Placement,
-    SchedulerAware,
+    Policy,
     TierContents,
 )
 from methods.tiers.tier import DISK, HOST
@@ -25,7 +23,7 @@ def placed(placement: Placement) -> dict[str, str | None]:
 
 def test_figure_9_the_nearest_jobs_are_fetched_and_the_farthest_make_way() -> None:
     """Host memory has 2 slots, disk 4. Jobs 2 to 6 wait; 2 and 5 lie in host memory, 3, 4, 6 and an idle 1 on disk."""
-    placement = Placement({HOST: 2, DISK: 4}, SchedulerAware())
+    placement = Placement({HOST: 2, DISK: 4}, POLICIES["scheduler_aware"])
     for session in ("6", "4", "3", "1"):
         placement.save(session, 1, 0, fastest=DISK)
     for session in ("2", "5"):
@@ -41,7 +39,7 @@ def test_figure_9_the_nearest_jobs_are_fetched_and_the_farthest_make_way() -> No
 
 def test_fifo_counts_from_the_arrival_in_a_tier() -> None:
     """The oldest session falls to disk; used again it is the newest in host memory, and the others leave before it."""
-    placement = Placement({HOST: 2, DISK: 2}, FIFO())
+    placement = Placement({HOST: 2, DISK: 2}, POLICIES["fifo"])
     for session in "abc":
         placement.save(session, 1, 0)
     assert placed(placement) == {"a": DISK, "b": HOST, "c": HOST}
@@ -54,9 +52,9 @@ def test_fifo_counts_from_the_arrival_in_a_tier() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES.values())
 @pytest.mark.parametrize("seed", range(2))
-def test_tiers_hold_what_the_moves_say_and_never_too_much(policy: type[LRU], seed: int) -> None:
+def test_tiers_hold_what_the_moves_say_and_never_too_much(policy: Policy, seed: int) -> None:
     rng = random.Random(seed)
-    placement = Placement({"device": 20, HOST: 60, DISK: 200}, policy(), ttl_s=300)
+    placement = Placement({"device": 20, HOST: 60, DISK: 200}, policy, ttl_s=300)
     where: dict[str, str] = {}
     sizes: dict[str, int] = {}
     waiting: list[str] = []
@@ -87,7 +85,7 @@ def test_tiers_hold_what_the_moves_say_and_never_too_much(policy: type[LRU], see
 @pytest.mark.parametrize("policy", POLICIES.values())
 @pytest.mark.parametrize(("in_turn", "seed"), [(True, 16), (False, 14)], ids=["in turn", "out of turn"])
 def test_who_makes_way_has_the_smallest_rank(
-    policy: type[LRU], in_turn: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+    policy: Policy, in_turn: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sessions that grow shrink the window, which changes ranks of others. With these seeds that matters."""
     asked: list[bool] = []
@@ -100,7 +98,7 @@ def test_who_makes_way_has_the_smallest_rank(
 
     monkeypatch.setattr(Placement, "lowest", lowest)
     rng = random.Random(seed)
-    placement = Placement({HOST: 60, DISK: 200}, policy())
+    placement = Placement({HOST: 60, DISK: 200}, policy)
     for now in range(1500):
         session = str(rng.randrange(80))
         if len(placement.queue) > 20:

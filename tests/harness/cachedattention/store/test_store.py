@@ -21,7 +21,7 @@ from harness.cachedattention.store import block as blocks
 from harness.cachedattention.store.block import BlockFile
 from harness.cachedattention.store.disk import HistoryError
 from harness.cachedattention.store.fingerprint import EXACT
-from harness.cachedattention.store.placement import LRU
+from harness.cachedattention.store.placement import POLICIES
 from harness.cachedattention.store.statistics import MeasuredSpeeds
 from tests.histories import LAYERS, PRINT, TOKEN_BYTES, WholeStore, opened, right, rows
 
@@ -160,19 +160,19 @@ def test_another_model_never_matches(tmp_path: Path) -> None:
 
 
 def test_the_order_of_use_outlives_restarts(tmp_path: Path) -> None:
-    size = {"host": 0, "disk": 33 * TOKEN_BYTES, "policy": LRU()}
+    size = {"host": 0, "disk": 33 * TOKEN_BYTES, "policy": POLICIES["lru"]}
     with filled(opened(tmp_path, **size), "a", "b", "c") as store:
         store.get("a", TOKENS)
-    with opened(tmp_path, **size | {"policy": LRU()}) as store:
+    with opened(tmp_path, **size | {"policy": POLICIES["lru"]}) as store:
         filled(store, "d")
         store.get("c", TOKENS)
-    with opened(tmp_path, **size | {"policy": LRU()}) as store:
+    with opened(tmp_path, **size | {"policy": POLICIES["lru"]}) as store:
         filled(store, "e")
         assert [store.tier(name) for name in "abcde"] == [None, None, "disk", "disk", "disk"]
 
 
 def test_a_session_that_comes_back_unchanged_is_not_written_again(tmp_path: Path) -> None:
-    with filled(opened(tmp_path, host=11 * TOKEN_BYTES, policy=LRU()), "a", "b") as store:
+    with filled(opened(tmp_path, host=11 * TOKEN_BYTES, policy=POLICIES["lru"]), "a", "b") as store:
         assert (store.tier("a"), store.tier("b")) == ("disk", "host")
         for session in ("a", "b", "a", "b"):
             assert right(store.get(session, TOKENS), session, TOKENS)
@@ -280,7 +280,7 @@ def test_what_is_fetched_may_be_evicted_extended_and_dropped(tmp_path: Path) -> 
     rng = random.Random(0)
     known: dict[str, list[int]] = {}
     before = set(threading.enumerate())
-    sizes = {"host": 40 * TOKEN_BYTES, "disk": 150 * TOKEN_BYTES, "policy": LRU()}
+    sizes = {"host": 40 * TOKEN_BYTES, "disk": 150 * TOKEN_BYTES, "policy": POLICIES["lru"]}
     with opened(tmp_path, **sizes, write_buffer=30 * TOKEN_BYTES, **THREADS) as store:
         for number in range(300):
             name = f"s{rng.randrange(12)}"
