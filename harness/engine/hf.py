@@ -341,7 +341,7 @@ def layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
         LayerSpec(
             index=index,
             num_layers=len(modules),
-            **(heads := heads_of(module)).fields,
+            **(heads := heads_of(module))._asdict(),
             scale=module.scaling,
             rope=Rotary(rotary, module, next(model.parameters()).device, pairing),
             rotary_dim=pairing.width or None,

@@ -119,7 +119,7 @@ class AlignedBudget(Budget):
 def shapes(info: ModelInfo, device: str | None = None) -> list[LayerSpec]:
     """Return one `LayerSpec` per layer of a model that is not loaded and is to run on `device`. It
     suffices to compute a method's cost; it has no weights, so nothing can run with it."""
-    sinks = torch.zeros(info.num_heads) if info.sink_logits else None
+    sinks = torch.zeros(info.served.num_heads) if info.sink_logits else None
     place = None if device is None else torch.device(device)
     likes = [
         info.still_layers[0] if index in info.still_layers else -1
@@ -132,7 +132,7 @@ def shapes(info: ModelInfo, device: str | None = None) -> list[LayerSpec]:
             LayerSpec(
                 index,
                 info.num_layers,
-                **heads.fields,
+                **heads._asdict(),
                 scale=heads.head_dim**-0.5,
                 rope=_not_loaded,
                 project_query=_not_loaded,

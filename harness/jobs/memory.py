@@ -330,7 +330,7 @@ def _states(info: ModelInfo, cache_spec: CacheSpec, prompt: int) -> int:
     # in attention the residual, its norm, queries, keys, values and what they attend to live together; around the MLP
     # two residuals and what was attended to
     # latent attention has its queries twice, before and after they are multiplied with W_K
-    queries = heads if info.served.in_keys else 0
+    queries = heads if info.served.values_in_keys else 0
     in_layer = max(
         rows * (2 * (hidden + heads + groups) + queries),
         rows * (2 * hidden + heads) + _in_mlp(info, settings, rows),

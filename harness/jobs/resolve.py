@@ -67,7 +67,7 @@ class Resolved:
 def resolve(wanted: Settings, given: Method, info: ModelInfo) -> Resolved:
     """Return the settings that apply to a method and a model, with the method and the budget that
     result. Raise `SettingsError` for what cannot run."""
-    if not info.num_heads:
+    if not info.served.num_heads:
         raise SettingsError(
             f"{info.name} is behind a server, and this command computes with its weights here: name them by model=hf."
         )

@@ -127,10 +127,6 @@ class ModelInfo:
         return self.layer_heads[self.layer_windows.index(whole)]
 
     @property
-    def num_heads(self) -> int:
-        return self.served.num_heads
-
-    @property
     def head_dim(self) -> int:
         """Return the channels of a key."""
         return self.served.head_dim
@@ -324,7 +320,7 @@ def _described(source: ModelSource, identity: Identity) -> ModelInfo:
         states=state_sizes(model),
         borrowers=kinds.borrowers if kinds.borrowing else (),
     )
-    latent = info.served.in_keys
+    latent = info.served.values_in_keys
     rotates = config.qk_rope_head_dim if latent else int(info.head_dim * rotated_share(config))
     return replace(info, rotary_dim=rotates)
 

@@ -52,31 +52,19 @@ class ProbeError(ValueError):
 
 
 class Heads(NamedTuple):
-    """Say how the attention of a layer is divided."""
+    """Say how the attention of a layer is divided, in fields that a `LayerSpec` has too."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     value_dim: int  # channels of a value
-    in_keys: bool = False  # values are the last channels of keys (latent attention)
+    values_in_keys: bool = False  # values are the last channels of keys (latent attention)
     indexer: Indexer | None = None  # how the model itself chooses what it reads
 
     @property
     def row_channels(self) -> int:
         """Return how many numbers a KV head stores of a token."""
-        return self.head_dim + (0 if self.in_keys else self.value_dim)
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """Return these as the fields of a `LayerSpec`."""
-        return dict(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            value_dim=None if self.value_dim == self.head_dim else self.value_dim,
-            values_in_keys=self.in_keys,
-            indexer=self.indexer,
-        )
+        return self.head_dim + (0 if self.values_in_keys else self.value_dim)
 
 
 class Call(NamedTuple):

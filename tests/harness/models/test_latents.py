@@ -158,7 +158,7 @@ def test_a_row_a_forecast_and_memory_name_the_same_bytes(
     monkeypatch.setattr(model_check, "_known", {})
     model = source(family) if family == "mistral4" else saved(fresh(family, vocab_size=264), tmp_path / family)
     info = model.describe()
-    assert (info.served.num_kv_heads, info.served.in_keys) == (1, True)
+    assert (info.served.num_kv_heads, info.served.values_in_keys) == (1, True)
     words = ["model=hf", f"model.name={model.name}", "chat=none", "task.depths=1", "task.lengths=[300]"]
     code, said, err = cli(*words, "method=full", "baseline=off", "dry_run=true")
     assert code == 0, err
@@ -210,7 +210,7 @@ def bytes_of(kind: str, own: dict[str, Any]) -> tuple[float, float | None]:
     windows = layer_kinds(short).windows
     heads = probe(on_meta(short, AutoModelForCausalLM.from_config), windows)[0].heads
     info = replace(MODEL.describe(), layer_windows=(None,) * layers, layer_heads=(heads,) * layers)
-    expanded = 2 * layers * heads.num_heads * (config.qk_head_dim + config.v_head_dim) if heads.in_keys else None
+    expanded = 2 * layers * heads.num_heads * (config.qk_head_dim + config.v_head_dim) if heads.values_in_keys else None
     return info.kv_bytes("bf16", 1), expanded
 
 
