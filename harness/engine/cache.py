@@ -422,6 +422,8 @@ class KVCache(Cache):
 
     # The interface of transformers' caches:
 
+    is_compileable = False
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -439,10 +441,6 @@ class KVCache(Cache):
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return self.capacity
-
-    @property
-    def is_compileable(self) -> bool:
-        return False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         raise UnsupportedError(
