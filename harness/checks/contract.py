@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -69,11 +69,7 @@ def covered(trial: Trial) -> None:
                     f"with budget={budget} layer {layer} says that its step {trial.new} read {read:g} tokens of the "
                     f"prompt and {later:g} of the answer, and there are {length} and {trial.new}"
                 )
-    answers = []
-    for method in (trial.method, Full()):
-        with Trial(method, trial.model, trial.length, trial.seed).attach(1.0) as kv:
-            answers.append([step for _, steps in _talk(trial, kv) for step in steps])
-    if where := difference(*answers):
+    if where := difference(*(_talk(trial, kv) for kv in _beside_full(trial))):
         raise Broken(f"in further turns budget=1.0 gives other tokens than Full {where}")
 
 
@@ -81,11 +77,10 @@ def _why(trial: Trial) -> str:
     """Say in words whether and how stored rows differ from those of Full, to explain why an answer
     under budget 1.0 is not Full's."""
     stored = []
-    for method in (trial.method, Full()):
-        with Trial(method, trial.model, trial.length, trial.seed).attach(1.0) as kv:
-            cache = watched(kv, trial.length + trial.new)
-            turn(kv, cache, trial.prompt(), 1)
-            stored.append(cache.whole_contents())
+    for kv in _beside_full(trial):
+        cache = watched(kv, trial.length + trial.new)
+        turn(kv, cache, trial.prompt(), 1)
+        stored.append(cache.whole_contents())
     own, exact = (contents[0] for contents in stored)  # what is wrong in layer 0 changes all others
     for name, what in (("k0", "keys"), ("v0", "values")):
         if name not in exact:  # keys hold them
@@ -98,10 +93,17 @@ def _why(trial: Trial) -> str:
     return ": layer 0 stores what the model made, so a step reads or weighs it otherwise"
 
 
-def _talk(trial: Trial, kv: Any) -> list[tuple[KVCache, list[Step]]]:
-    """Return the cache and the steps of each turn of a conversation."""
+def _beside_full(trial: Trial) -> Iterator[Any]:
+    """Yield the method and then Full, attached under a budget that covers everything."""
+    for method in (trial.method, Full()):
+        with Trial(method, trial.model, trial.length, trial.seed).attach(1.0) as kv:
+            yield kv
+
+
+def _talk(trial: Trial, kv: Any) -> list[Step]:
+    """Return the steps of all turns of a conversation."""
     cache = watched(kv, 2 * trial.length + 3 * trial.new + 9)
-    return [(cache, turn(kv, cache, ids, trial.new)) for ids in _turns(trial)]
+    return [step for ids in _turns(trial) for step in turn(kv, cache, ids, trial.new)]
 
 
 def _turns(trial: Trial) -> list[Tensor]:
