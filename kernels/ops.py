@@ -5,153 +5,83 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kernels.dispatch import Op
+from kernels.dispatch import REFERENCE, Op
 
-prefill_attention = Op(
+_FOLDERS = {"triton": "kernels.gpu", "cpu": "kernels.cpu"}  # of a backend's modules; else kernels
+
+
+def _op(name: str, torch: str = "reference", **others: str) -> Op:
+    """Return an operation of the `others`, from the most preferred backend on, and of plain torch,
+    which comes last. Each is given with its module."""
+    modules = others | {REFERENCE: torch}
+    return Op(name, **{one: f"{_FOLDERS.get(one, 'kernels')}.{modules[one]}" for one in modules})
+
+
+prefill_attention = _op(
     "prefill_attention",
     # on Hopper faster than flash-attn for whole prompts, and the same kernel for later chunks
-    fused="kernels.fused",
-    flash="kernels.flash",
-    triton="kernels.gpu.prefill",
-    cpu="kernels.cpu.prefill",
-    sdpa="kernels.sdpa",
-    torch="kernels.reference",
+    fused="fused",
+    flash="flash",
+    triton="prefill",
+    cpu="prefill",
+    sdpa="sdpa",
 )
-DECODE = {  # the first two have not been compared on a GPU; Triton's takes every call
-    "triton": "kernels.gpu.decode",
-    "flash": "kernels.flash",
-    "cpu": "kernels.cpu.decode",
-    "torch": "kernels.reference",
-}
-segment_attention = Op("segment_attention", **DECODE)
-segment_attention_with_lse = Op("segment_attention_with_lse", **DECODE)
-attention_with_mean = Op(
-    "attention_with_mean", triton="kernels.gpu.mean_value", torch="kernels.mean_value"
+# the first two have not been compared on a GPU; Triton's takes every call
+_DECODE = {"triton": "decode", "flash": "flash", "cpu": "decode"}
+segment_attention = _op("segment_attention", **_DECODE)
+segment_attention_with_lse = _op("segment_attention_with_lse", **_DECODE)
+attention_with_mean = _op("attention_with_mean", "mean_value", triton="mean_value")
+coded_attention = _op("coded_attention", "coded", triton="coded", cpu="coded")
+decode_rows = _op("decode_rows", "coded", triton="coded", cpu="coded")
+encode_codes = _op("encode_codes", "quantise", triton="encode")
+merge_attention = _op("merge_attention", triton="decode")
+merge_attention_with_lse = _op("merge_attention_with_lse", triton="decode")
+gather_rows = _op("gather_rows", triton="copy", cpu="copy")
+gather_tiers = _op("gather_tiers", triton="copy", cpu="copy")
+put_rows = _op("put_rows", triton="copy", cpu="copy")
+row_scores = _op("row_scores", triton="scores", cpu="scores")
+row_scores_with_lse = _op("row_scores_with_lse", triton="scores", cpu="scores")
+pick_overwritten = _op("pick_overwritten", "overwritten", triton="overwritten")
+row_weights = _op("row_weights", triton="scores")
+live_scores = _op("live_scores", triton="scores")
+add_received = _op("add_received", triton="scores")
+page_scores = _op("page_scores", "pages", triton="scores", cpu="scores")
+token_rows = _op("token_rows", "pages", triton="pages")
+channel_weights = _op("channel_weights", triton="channels", cpu="channels")
+pick_channels = _op("pick_channels", "picked", triton="picked")
+partial_products = _op("partial_products", "partial", triton="partial")
+channel_sums = _op("channel_sums", triton="channels", cpu="channels")
+group_weights = _op("group_weights", triton="choose", cpu="choose")
+group_margins = _op("group_margins", triton="choose", cpu="choose")
+estimated_logits = _op("estimated_logits", "top_p", triton="top_p", cpu="top_p")
+carrying = _op("carrying", "top_p", triton="top_p", cpu="top_p")
+log_sum_exps = _op("log_sum_exps", "top_p", triton="top_p")
+count_read = _op("count_read", "top_p", triton="top_p")
+uniform_draws = _op("uniform_draws", "sampled", triton="sampled")
+sampled_weights = _op("sampled_weights", "sampled", triton="sampled")
+top_k = _op("top_k", triton="top_k", cpu="choose")
+first_places = _op("first_places", cpu="choose")
+kmeans = _op("kmeans", "kmeans", triton="kmeans", cpu="kmeans")
+column_sums = _op("column_sums", "windowed", triton="prefill", cpu="prefill")
+prefill_attention_with_column_sums = _op(
+    "prefill_attention_with_column_sums", "windowed", triton="prefill", cpu="prefill"
 )
-coded_attention = Op(
-    "coded_attention", triton="kernels.gpu.coded", cpu="kernels.cpu.coded", torch="kernels.coded"
+windowed_attention = _op(
+    "windowed_attention", "windowed", fused="fused", triton="prefill", cpu="prefill"
 )
-decode_rows = Op(
-    "decode_rows", triton="kernels.gpu.coded", cpu="kernels.cpu.coded", torch="kernels.coded"
-)
-encode_codes = Op("encode_codes", triton="kernels.gpu.encode", torch="kernels.quantise")
-merge_attention = Op("merge_attention", triton="kernels.gpu.decode", torch="kernels.reference")
-merge_attention_with_lse = Op(
-    "merge_attention_with_lse", triton="kernels.gpu.decode", torch="kernels.reference"
-)
-gather_rows = Op(
-    "gather_rows", triton="kernels.gpu.copy", cpu="kernels.cpu.copy", torch="kernels.reference"
-)
-gather_tiers = Op(
-    "gather_tiers", triton="kernels.gpu.copy", cpu="kernels.cpu.copy", torch="kernels.reference"
-)
-put_rows = Op(
-    "put_rows", triton="kernels.gpu.copy", cpu="kernels.cpu.copy", torch="kernels.reference"
-)
-row_scores = Op(
-    "row_scores", triton="kernels.gpu.scores", cpu="kernels.cpu.scores", torch="kernels.reference"
-)
-row_scores_with_lse = Op(
-    "row_scores_with_lse",
-    triton="kernels.gpu.scores",
-    cpu="kernels.cpu.scores",
-    torch="kernels.reference",
-)
-pick_overwritten = Op(
-    "pick_overwritten", triton="kernels.gpu.overwritten", torch="kernels.overwritten"
-)
-row_weights = Op("row_weights", triton="kernels.gpu.scores", torch="kernels.reference")
-live_scores = Op("live_scores", triton="kernels.gpu.scores", torch="kernels.reference")
-add_received = Op("add_received", triton="kernels.gpu.scores", torch="kernels.reference")
-page_scores = Op(
-    "page_scores", triton="kernels.gpu.scores", cpu="kernels.cpu.scores", torch="kernels.pages"
-)
-token_rows = Op("token_rows", triton="kernels.gpu.pages", torch="kernels.pages")
-channel_weights = Op(
-    "channel_weights",
-    triton="kernels.gpu.channels",
-    cpu="kernels.cpu.channels",
-    torch="kernels.reference",
-)
-pick_channels = Op("pick_channels", triton="kernels.gpu.picked", torch="kernels.picked")
-partial_products = Op("partial_products", triton="kernels.gpu.partial", torch="kernels.partial")
-channel_sums = Op(
-    "channel_sums",
-    triton="kernels.gpu.channels",
-    cpu="kernels.cpu.channels",
-    torch="kernels.reference",
-)
-group_weights = Op(
-    "group_weights",
-    triton="kernels.gpu.choose",
-    cpu="kernels.cpu.choose",
-    torch="kernels.reference",
-)
-group_margins = Op(
-    "group_margins",
-    triton="kernels.gpu.choose",
-    cpu="kernels.cpu.choose",
-    torch="kernels.reference",
-)
-TOP_P = {"triton": "kernels.gpu.top_p", "cpu": "kernels.cpu.top_p", "torch": "kernels.top_p"}
-estimated_logits = Op("estimated_logits", **TOP_P)
-carrying = Op("carrying", **TOP_P)
-log_sum_exps = Op("log_sum_exps", triton="kernels.gpu.top_p", torch="kernels.top_p")
-count_read = Op("count_read", triton="kernels.gpu.top_p", torch="kernels.top_p")
-uniform_draws = Op("uniform_draws", triton="kernels.gpu.sampled", torch="kernels.sampled")
-sampled_weights = Op("sampled_weights", triton="kernels.gpu.sampled", torch="kernels.sampled")
-top_k = Op("top_k", triton="kernels.gpu.top_k", cpu="kernels.cpu.choose", torch="kernels.reference")
-first_places = Op("first_places", cpu="kernels.cpu.choose", torch="kernels.reference")
-kmeans = Op("kmeans", triton="kernels.gpu.kmeans", cpu="kernels.cpu.kmeans", torch="kernels.kmeans")
-column_sums = Op(
-    "column_sums",
-    triton="kernels.gpu.prefill",
-    cpu="kernels.cpu.prefill",
-    torch="kernels.windowed",
-)
-prefill_attention_with_column_sums = Op(
-    "prefill_attention_with_column_sums",
-    triton="kernels.gpu.prefill",
-    cpu="kernels.cpu.prefill",
-    torch="kernels.windowed",
-)
-windowed_attention = Op(
-    "windowed_attention",
-    fused="kernels.fused",
-    triton="kernels.gpu.prefill",
-    cpu="kernels.cpu.prefill",
-    torch="kernels.windowed",
-)
-windowed_sums = Op("windowed_sums", triton="kernels.gpu.prefill", torch="kernels.windowed")
-pq_weights = Op(
-    "pq_weights", triton="kernels.gpu.pq", cpu="kernels.cpu.pq", torch="kernels.reference"
-)
-pq_best = Op("pq_best", triton="kernels.gpu.pq", torch="kernels.reference")
-rebuild_keys = Op(
-    "rebuild_keys",
-    triton="kernels.gpu.rebuild",
-    cpu="kernels.cpu.rebuild",
-    torch="kernels.reference",
-)
-last_alike = Op(
-    "last_alike", triton="kernels.gpu.alike", cpu="kernels.cpu.alike", torch="kernels.reference"
-)
-attention_inputs = Op(
-    "attention_inputs", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block"
-)
-attention_inputs_stored = Op(
-    "attention_inputs_stored", triton="kernels.gpu.block", torch="kernels.block"
-)
-rotate = Op("rotate", triton="kernels.gpu.rope", torch="kernels.rope")
-rotate_to = Op("rotate_to", triton="kernels.gpu.rope", torch="kernels.rope")
-block_output = Op(
-    "block_output", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block"
-)
-block_output_apart = Op("block_output_apart", triton="kernels.gpu.block", torch="kernels.block")
-token_logits = Op(
-    "token_logits", triton="kernels.gpu.block", cpu="kernels.cpu.block", torch="kernels.block"
-)
-likeliest_tokens = Op("likeliest_tokens", triton="kernels.gpu.likeliest", torch="kernels.reference")
+windowed_sums = _op("windowed_sums", "windowed", triton="prefill")
+pq_weights = _op("pq_weights", triton="pq", cpu="pq")
+pq_best = _op("pq_best", triton="pq")
+rebuild_keys = _op("rebuild_keys", triton="rebuild", cpu="rebuild")
+last_alike = _op("last_alike", triton="alike", cpu="alike")
+attention_inputs = _op("attention_inputs", "block", triton="block", cpu="block")
+attention_inputs_stored = _op("attention_inputs_stored", "block", triton="block")
+rotate = _op("rotate", "rope", triton="rope")
+rotate_to = _op("rotate_to", "rope", triton="rope")
+block_output = _op("block_output", "block", triton="block", cpu="block")
+block_output_apart = _op("block_output_apart", "block", triton="block")
+token_logits = _op("token_logits", "block", triton="block", cpu="block")
+likeliest_tokens = _op("likeliest_tokens", triton="likeliest")
 
 ALL = tuple(value for value in list(globals().values()) if isinstance(value, Op))
 
