@@ -182,8 +182,19 @@ class _Checked(Codec):
         return encoded
 
 
+class _Coded(_Checked):
+    """Define a codec whose codes kernels read, and which say themselves what they stand for."""
+
+    @abstractmethod
+    def codes(self, stored: Encoded) -> Codes:
+        """Return the encoded tokens as `Codec.codes` does; there are kernels for them."""
+
+    def decode(self, stored: Encoded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self.codes(stored).decoded(dtype)
+
+
 @dataclass(frozen=True, kw_only=True)
-class IntCodec(_Checked):
+class IntCodec(_Coded):
     """Write integers of `bits`, as KIVI does (arXiv 2402.02750): every `group` numbers share a
     range.
 
@@ -255,12 +266,9 @@ class IntCodec(_Checked):
         (k, v, v_range, *kept), (k_range, *which) = stored
         return Coded(k, v, k_range, v_range, self.bits, self.group, *kept, *which)
 
-    def decode(self, stored: Encoded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return self.codes(stored).decoded(dtype)
-
 
 @dataclass(frozen=True, kw_only=True)
-class FloatCodec(_Checked):
+class FloatCodec(_Coded):
     """Write floats of 8 bits (`float8_e4m3fn`), times an fp16 scale for each token's key and for
     its value in each head. Per token and head: 2 * D bytes of codes and 4 of scales."""
 
@@ -270,9 +278,6 @@ class FloatCodec(_Checked):
     def encode_unchecked(self, k: Tensor, v: Tensor) -> tuple[Encoded, Tensor]:
         (k_codes, of_key, k_bad), (v_codes, of_value, v_bad) = to_float8(k), to_float8(v)
         return Encoded((k_codes, v_codes, torch.cat([of_key, of_value], -1))), k_bad | v_bad
-
-    def decode(self, stored: Encoded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return CodedFloats(*stored.tokens).decoded(dtype)
 
     def codes(self, stored: Encoded) -> CodedFloats:
         return CodedFloats(*stored.tokens)
@@ -320,7 +325,7 @@ class LatentCodec(_Checked):
 
 
 @dataclass(frozen=True)
-class Nvfp4Codec(_Checked):
+class Nvfp4Codec(_Coded):
     """Write floats of 4 bits as NVIDIA's NVFP4 defines them (kernels/nvfp4.py), where a tensor, which
     has a scale in fp32, is what a head's keys or values are in 32 tokens. Per token and head: D
     bytes of codes and D / 8 of scales; per 32 tokens: 8 bytes of scales."""
@@ -349,12 +354,9 @@ class Nvfp4Codec(_Checked):
         (k, v, scales), (of_tensor,) = stored
         return CodedFloats4(k, v, of_tensor, scales, self.block)
 
-    def decode(self, stored: Encoded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return self.codes(stored).decoded(dtype)
-
 
 @dataclass(frozen=True, kw_only=True)
-class LevelCodec(_Checked):
+class LevelCodec(_Coded):
     """Write each key and each value as a norm in fp16, and every coordinate of its direction as the
     nearest of 2**bits levels, which are the best ones for random directions (kernels/levels.py). It
     is meant for rotated vectors, so `turboquant` wraps it.
@@ -395,9 +397,6 @@ class LevelCodec(_Checked):
     def codes(self, stored: Encoded) -> CodedLevels:
         k, v, norms = stored.tokens
         return CodedLevels(k, v, norms, v.shape[-1] * 8 // self.bits, self.bits, self._signs)
-
-    def decode(self, stored: Encoded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return self.codes(stored).decoded(dtype)
 
     @property
     def _signs(self) -> int | None:
