@@ -1,19 +1,15 @@
-"""Sees what runs inside a block: each operation of torch, and each of kernels/ops.py."""
+"""Sees each operation of torch that runs inside a block."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels.dispatch import watched
-
 NO_LAUNCH = ("empty", "empty_like", "empty_strided", "new_empty", "from_file")  # they give memory, and do nothing to it
-Called = tuple[str, tuple[Any, ...]]  # the name of an operation and its arguments
 
 
 class DispatchRecorder(TorchDispatchMode):
@@ -61,27 +57,6 @@ def mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(mapped(change, part) for part in value)
     return {name: mapped(change, part) for name, part in value.items()} if isinstance(value, dict) else value
-
-
-@contextmanager
-def operations() -> Iterator[list[Called]]:
-    """Note the operations of kernels/ops.py that are called inside, but not those that one of them calls."""
-    called: list[Called] = []
-    within = False
-
-    def note(name: str, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
-        nonlocal within
-        if within:
-            return call()
-        called.append((name, arguments))
-        within = True
-        try:
-            return call()
-        finally:
-            within = False
-
-    with watched(note):
-        yield called
 
 
 def tensors(value: Any) -> list[Tensor]:

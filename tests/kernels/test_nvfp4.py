@@ -9,13 +9,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.testing import assert_close
 
-from kernels.dispatch import use_backend
 from kernels.nvfp4 import CodedFloats4, encode_nvfp4
 from kernels.quantise import refuse, unpack
-from kernels.reference import Segment, segment_attention_with_lse
-from kernels.sink_logits import segment_attention_with_lse as attention
 from methods.tiers.codec import Nvfp4Codec
 from tests.kernels.coded_cases import random
 
@@ -111,20 +107,3 @@ def test_zeros_stay_zeros_and_what_is_not_finite_is_refused() -> None:
 def test_a_head_size_that_16_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match=r"head size of 72.*int4"):
         Nvfp4Codec().check(72)
-
-
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_over_codes_is_attention_over_decoded_rows(
-    dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kernels.coded.DECODED_AT_ONCE", 40)  # plain torch decodes a block at a time
-    k, v = (random(seed, 2, 2, 96, 64).to(dtype) for seed in (1, 2))
-    q = random(3, 2, 6, 1, 64).to(dtype)
-    codec = Nvfp4Codec()
-    stored = codec.encode(k, v)
-    decoded = Segment(*(x.float() for x in codec.decode_whole(stored, dtype)))
-    with use_backend(backend):
-        found = attention(q, [codec.segment(stored, dtype)], 0.2, None)
-    for one, other in zip(found, segment_attention_with_lse(q.float(), [decoded], 0.2), strict=True):
-        assert_close(one.float(), other, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=1e-5)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from harness import Engine, attached
-from harness.engine.saved_state import Snapshot
 from methods.abilities import ability, asked, refuse
 from methods.abilities.bounded_answer import BoundedAnswer, CountedAnswer
 from methods.base import Budget, BudgetError
@@ -47,20 +46,6 @@ def test_the_latest_are_kept_and_read(shape: Any, method: Any) -> None:
     s.decode([layer], s.length - 1)
     left = {*range(PROMPT), *read_at(PROMPT, PROMPT + STEPS - 1), *range(PROMPT + STEPS, s.length - 1)}
     assert {p for one in layer.read_positions().tolist() for head in one for p in head} <= left  # type: ignore[union-attr]
-
-
-def test_a_cache_goes_back_to_generated_tokens_that_were_dropped_since() -> None:
-    """As for each of several choices, which follow the token that was decoded after the seal."""
-    with attached(tiny("llama"), SnapKV(window=4, kernel=3), budget=Budget(20, generated=MOST)) as kv:
-        engine, cache = Engine(kv), kv.cache(capacity=PROMPT + STEPS)
-        engine.prefill(cache, prompt(PROMPT), whole=True)
-        cache.seal()
-        engine.decode(prompt(1), cache, None)
-        saved, seen = Snapshot(cache), []
-        for _ in range(2):
-            seen.append(torch.cat([engine.decode(token.view(1, 1), cache, None) for token in prompt(20, seed=3)[0]]))
-            saved.restore()
-    assert torch.equal(*seen)
 
 
 def test_h2o_keeps_the_generated_tokens_that_drew_most_attention() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from harness import Engine, RunningBatch, attached
 from harness.engine.attach import Attachment
 from harness.engine.attach_options import AttachOptions
-from harness.engine.batch.cache import CHECKED, SlotsCache
+from harness.engine.batch.cache import CHECKED
 from harness.engine.batch.running_sequence import Generation, RunningSequence
 from harness.engine.cache import KVCache
 from harness.engine.trace import Tracer
@@ -30,7 +29,6 @@ from methods.kivi import Kivi
 from methods.shadowkv import ShadowKV
 from methods.tiers.codecs import codec_of
 from tests.batches import together as in_one_batch
-from tests.dispatched import operations
 from tests.methods.test_contract import QUICK, attach, small
 from tests.quick import every, slow_if
 from tests.tape import Tape
@@ -64,22 +62,6 @@ def reason(engine: Engine) -> str | None:
     return engine.one_by_one
 
 
-def slots_of(engine: Engine, count: int) -> SlotsCache:
-    """`count` sealed sequences whose lengths and budgets all differ, behind their first step."""
-    caches = []
-    for ids in (prompt(60 + 23 * i, seed=i) for i in range(count)):
-        caches.append(engine.cache(ids, 8))
-        engine.prefill(caches[-1], ids)
-        caches[-1].seal()
-    slots = SlotsCache(caches)
-    step(engine, slots)
-    return slots
-
-
-def step(engine: Engine, slots: SlotsCache) -> Tensor:
-    return engine.decode(torch.full((len(slots.members), 1), 5), slots, None)
-
-
 @pytest.mark.parametrize(
     ("name", "how", "why"),
     [
@@ -110,17 +92,6 @@ def attach_compiled(name: str, budget: float = 0.5) -> Any:
     return attach(small(name), budget) if name != "shadowkv" else attached(compilable(name), small(name), budget=budget)
 
 
-COUNTS = (2, 4, 8)  # of sequences
-
-
-def launched(engine: Engine, count: int) -> dict[str, int]:
-    """Count how often a step of `count` members calls each operation."""
-    slots = slots_of(engine, count)
-    with operations() as called:
-        step(engine, slots)
-    return Counter(name for name, _ in called)
-
-
 def assert_together_as_alone(kv: Attachment, prompts: Sequence[Tensor], graphs: Tape | None) -> None:
     plain, engine = engine_of(kv), engine_of(kv, graphs=graphs)
     engine.forward.stores = graphs is not None  # as on a GPU
@@ -129,16 +100,6 @@ def assert_together_as_alone(kv: Attachment, prompts: Sequence[Tensor], graphs: 
     for made, ids in zip(answers, prompts, strict=True):
         alone = plain.generate(ids, max_new_tokens=6)
         assert (made.tokens, made.measured) == (alone.tokens, alone.measured)
-
-
-@together
-@torch.inference_mode()
-def test_a_step_launches_no_more_for_more_members(name: str) -> None:
-    with attach_compiled(name) as kv:
-        engine = engine_of(kv)
-        two, *more = [launched(engine, count) for count in COUNTS]
-    assert sum(two.values())
-    assert more == [two] * len(more)
 
 
 @pytest.mark.tokens
