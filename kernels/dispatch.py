@@ -2,10 +2,11 @@
 plain-torch reference last.
 
 A backend is a module with a function of the operation's name, imported on first use. It may also
-have a function `<name>_refuses`, which takes the same arguments and returns the reason why it
-cannot run, or None. Automatic choice takes the first backend that does not refuse; `use_backend`
-insists on one and fails with that reason. A package whose kernels may turn out not to fit on the
-card once they are compiled names that error in `TOO_LARGE`; the next backend then takes over."""
+have a function `<name>_refuses`, which takes the same arguments, whose types it does not repeat,
+and returns the reason why it cannot run, or None. Automatic choice takes the first backend that
+does not refuse; `use_backend` insists on one and fails with that reason. A package whose kernels
+may turn out not to fit on the card once they are compiled names that error in `TOO_LARGE`; the
+next backend then takes over."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return out.transpose(1, 2)
 
 
-def prefill_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
+def prefill_attention_refuses(q, k, v, scale):
     if not q.is_cuda or q.dtype not in _DTYPES:
         return f"takes bfloat16 and float16 on a CUDA device, got {q.dtype} on {q.device}"
     if v.shape[3] != k.shape[3]:
@@ -72,7 +72,7 @@ def segment_attention_with_lse(
     return ops.merge_attention_with_lse(outs, lses)
 
 
-def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:
+def segment_attention_refuses(q, segments, scale):
     if not _RETURNS_LSE:
         return "needs the log-sum-exp: install flash-attn 2.6.1 or newer"
     if q.shape[3] % 8:

@@ -44,7 +44,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return ops.merge_attention(outs, lses) if before else outs[0]
 
 
-def prefill_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
+def prefill_attention_refuses(q, k, v, scale):
     if not 1 < q.shape[2] <= k.shape[2]:
         return f"takes several queries and no more than keys, got {q.shape[2]} and {k.shape[2]}"
     return _unfit(q, k, v)
@@ -67,9 +67,7 @@ def windowed_attention(
     return out.transpose(1, 2), lse
 
 
-def windowed_attention_refuses(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int
-) -> str | None:
+def windowed_attention_refuses(q, k, v, scale, first, window):
     if not _HAS_WINDOWS:
         return "needs windows in torch's FlashAttention, which this version has not"
     stored, left, _ = _window(q, k, first, window)

@@ -15,7 +15,7 @@ _MASKED_AT_ONCE = 1 << 20  # pairs of a query and a key; a block still gets _LEA
 _LEAST_QUERIES = 32
 
 
-def prefill_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
+def prefill_attention_refuses(q, k, v, scale):
     # torch would write all logits to memory
     return None if v.shape[3] == k.shape[3] else NARROW.format(v.shape[3], k.shape[3])
 

@@ -69,6 +69,13 @@ def prefill_attention_with_column_sums(
     return torch.cat(outs, 2), sums
 
 
+def room_by_token(q: Tensor) -> Tensor:
+    """Return memory for the attention of queries q [B H T D], which lies there as [B T H D], as the
+    output projection needs it."""
+    batch, heads, tokens, dim = q.shape
+    return q.new_empty((batch, tokens, heads, dim)).transpose(1, 2)
+
+
 def queries_at_once(heads: int, keys: int) -> int:
     """Return for how many queries of `heads` heads, those of all sequences, the weights of so many keys
     are made at a time."""

@@ -36,7 +36,7 @@ def last_alike(keys: Tensor, threshold: float) -> Tensor:
     return last
 
 
-def last_alike_refuses(keys: Tensor, threshold: float) -> str | None:
+def last_alike_refuses(keys, threshold):
     if keys.is_cuda or not keys.numel():
         return f"takes keys on the CPU, got {list(keys.shape)} on {keys.device}"
     return None

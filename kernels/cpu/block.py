@@ -127,9 +127,7 @@ def attention_inputs(
     return normed, q, k, v
 
 
-def attention_inputs_refuses(
-    x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor
-) -> str | None:
+def attention_inputs_refuses(x, block, cos, sin):
     if cos.dtype != x.dtype:
         return f"takes one dtype, got x {x.dtype}, cos {cos.dtype}"
     if block.neighbours:
@@ -158,7 +156,7 @@ def block_output(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
     return out
 
 
-def block_output_refuses(x: Tensor, attended: Tensor, block: DecoderBlock) -> str | None:
+def block_output_refuses(x, attended, block):
     return _unfit(x, block) or (
         None if _is_step(x) or _multiplies(x, block) else "leaves such a prompt to torch"
     )
@@ -172,7 +170,7 @@ def token_logits(x: Tensor, head: Head) -> Tensor:
     return out
 
 
-def token_logits_refuses(x: Tensor, head: Head) -> str | None:
+def token_logits_refuses(x, head):
     return _unfit(x, head) or (
         None if _is_step(x) else f"takes one token of up to {_MOST[x.dtype]} sequences"
     )

@@ -43,7 +43,7 @@ def channel_sums(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> tuple[Tenso
     return with_sizes(sums, x), lse
 
 
-def channel_sums_refuses(q: Tensor, x: Tensor | Ragged, channels: Tensor) -> str | None:
+def channel_sums_refuses(q, x, *_):
     first = first_of(x)
     if q.is_cuda or first.is_cuda or first.dtype not in (torch.float32, torch.bfloat16):
         return f"takes keys of float32 or bfloat16 on the CPU, got {first.dtype} on {first.device}"
@@ -65,10 +65,7 @@ def channel_weights(
     return with_sizes(repeated, x.sizes * times if isinstance(x, Ragged) else None)
 
 
-def channel_weights_refuses(
-    q: Tensor, x: Tensor | Ragged, channels: Tensor, scale: float, reduce: str, times: int
-) -> str | None:
-    return channel_sums_refuses(q, x, channels)
+channel_weights_refuses = channel_sums_refuses
 
 
 def _run(

@@ -80,7 +80,7 @@ def group_weights(logits: Tensor | Ragged, scale: float, reduce: str) -> Tensor 
     return with_sizes(out, logits)
 
 
-def group_weights_refuses(logits: Tensor | Ragged, scale: float, reduce: str) -> str | None:
+def group_weights_refuses(logits, scale, reduce):
     return _unfit(logits)
 
 
@@ -100,10 +100,7 @@ def group_margins(
     return with_sizes(out, candidates), mean_counts(counts, most, read)
 
 
-def group_margins_refuses(
-    logits: Tensor | Ragged, tops: Tensor | None, candidates: int | PerSequence, reach: float, most: int | PerSequence,
-    read: Tensor | None = None,
-) -> str | None:  # fmt: skip
+def group_margins_refuses(logits, tops, candidates, reach, most, read=None):
     return RAGGED if isinstance(logits, Ragged) else _unfit(logits)
 
 
@@ -122,7 +119,7 @@ def top_k(scores: Tensor | Ragged, count: int | PerSequence) -> Tensor | Ragged:
     return with_sizes(out, count, out.dim() - 1)
 
 
-def top_k_refuses(scores: Tensor | Ragged, count: int | PerSequence) -> str | None:
+def top_k_refuses(scores, count):
     if isinstance(scores, Ragged) and scores.dim != len(scores.shape) - 1:
         return "takes scores that differ in their last dimension"
     return _unfit(scores) or (
@@ -138,7 +135,7 @@ def first_places(rows: Tensor) -> Tensor:
     return out
 
 
-def first_places_refuses(rows: Tensor) -> str | None:
+def first_places_refuses(rows):
     return f"takes rows on the CPU, got {rows.device}" if rows.is_cuda else None
 
 

@@ -133,9 +133,7 @@ def _attended(q: Tensor, coded: Codes, scale: float) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def coded_attention_refuses(
-    q: Tensor, segments: Sequence[Segment | Codes | Rotated], scale: float
-) -> str | None:
+def coded_attention_refuses(q, segments, scale):
     if q.dtype not in WIDTHS or q.is_cuda:
         return f"takes float32 and bfloat16 on the CPU, got {q.dtype} on {q.device}"
     if q.shape[3] > MOST_LINES * WIDTHS[q.dtype]:
@@ -169,13 +167,7 @@ def decode_rows(
     return k, v if recent is None else with_recent(v, *recent)
 
 
-def decode_rows_refuses(
-    coded: Codes,
-    rows: Tensor | None,
-    blocks: Tensor | None,
-    dtype: torch.dtype,
-    recent: tuple[Tensor, Tensor] | None = None,
-) -> str | None:
+def decode_rows_refuses(coded, rows, blocks, dtype, recent=None):
     if dtype not in WIDTHS or coded.k.device.type != "cpu":
         return f"makes float32 and bfloat16 on the CPU, got {dtype} on {coded.k.device}"
     if isinstance(coded, CodedLevels) and coded.seed is not None:

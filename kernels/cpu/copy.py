@@ -59,7 +59,7 @@ def gather_rows(x: Tensor | Ragged, rows: Tensor | Ragged) -> Tensor | Ragged:
     return with_sizes(out, rows)
 
 
-def gather_rows_refuses(x: Tensor | Ragged, rows: Tensor | Ragged) -> str | None:
+def gather_rows_refuses(x, rows):
     return _unfit(first_of(x))
 
 
@@ -93,9 +93,7 @@ def gather_tiers(
     return out
 
 
-def gather_tiers_refuses(
-    far: Tensor | Ragged, rows: Tensor | Ragged, held: Tensor | None, slots: Tensor | None
-) -> str | None:
+def gather_tiers_refuses(far, rows, held, slots):
     if filled(rows).is_cuda:
         return f"brings rows to the CPU, and they are for {rows.device}"
     return _unfit(first_of(far)) or (None if held is None else _unfit(held))
@@ -110,7 +108,7 @@ def put_rows(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> None:
         )
 
 
-def put_rows_refuses(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> str | None:
+def put_rows_refuses(x, rows, values):
     if values.dtype != x.dtype:
         return f"takes one dtype, got {x.dtype} and values of {values.dtype}"
     return _unfit(first_of(x))

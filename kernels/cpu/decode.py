@@ -55,13 +55,7 @@ def segment_attention(q: Tensor, segments: Sequence[Segment], scale: float) -> T
     return _attend(q, segments, scale, None)
 
 
-def segment_attention_with_lse_refuses(
-    q: Tensor, segments: Sequence[Segment], scale: float
-) -> str | None:
-    return segment_attention_refuses(q, segments, scale)
-
-
-def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:
+def segment_attention_refuses(q, segments, scale):
     size = _BYTES.get(q.dtype)
     if size is None or q.is_cuda:
         return f"takes float32 and bfloat16 on the CPU, got {q.dtype} on {q.device}"
@@ -86,6 +80,9 @@ def segment_attention_with_lse(
 ) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     return _attend(q, segments, scale, lse), lse
+
+
+segment_attention_with_lse_refuses = segment_attention_refuses
 
 
 def _attend(q: Tensor, segments: Sequence[Segment], scale: float, lse: Tensor | None) -> Tensor:

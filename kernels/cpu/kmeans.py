@@ -43,9 +43,7 @@ def kmeans(
     return centroids.view(*leading, -1, dim), codes.view(*leading, points)
 
 
-def kmeans_refuses(
-    x: Tensor, initial: Tensor, iterations: int, tolerance: float = 1e-4
-) -> str | None:
+def kmeans_refuses(x, initial, iterations, tolerance=1e-4):
     if x.is_cuda:
         return f"takes points on the CPU, got {x.device}"
     return (

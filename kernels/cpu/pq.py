@@ -58,9 +58,7 @@ def pq_weights(
     return with_sizes(out, codes)
 
 
-def pq_weights_refuses(
-    q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, scale: float
-) -> str | None:
+def pq_weights_refuses(q, centroids, codes, scale):
     if isinstance(codes, Ragged) != isinstance(centroids, Ragged):
         return "takes centroids of each sequence beside codes of each"
     if (

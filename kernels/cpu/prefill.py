@@ -11,6 +11,7 @@ from kernels.cpu.ffi.bindings import Function, Struct, elements, floats, integer
 from kernels.cpu.ffi.library import load
 from kernels.ragged import filled
 from kernels.reference import NARROW, Segment
+from kernels.windowed import room_by_token
 
 
 class PrefillAttention(Struct):
@@ -52,31 +53,15 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     projection needs it."""
     if q.shape[2] == 1:
         return decode.segment_attention(q, [Segment(k, v)], scale)
-    out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
+    out = room_by_token(q)
     _run(q, k, v, out, None, scale)
     return out
 
 
-def prefill_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
+def prefill_attention_refuses(q, k, v, scale):
     if q.dtype is torch.bfloat16 and q.shape[2] > 1 and _FASTER_IN_TORCH:
         return "leaves bfloat16 to torch, which has AMX: this build has none (KV_HARNESS_MARCH)"
     return prefill_attention_with_column_sums_refuses(q, k, v, scale)
-
-
-def _unfit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    if q.is_cuda or q.dtype not in FAST:
-        return f"takes float32 and bfloat16 on the CPU, got {q.dtype} on {q.device}"
-    if not FAST[q.dtype]:
-        return "needs AVX-512: torch's own attention is faster without"
-    if q.shape[3] % 16:
-        return f"needs a head size that 16 divides, got {q.shape[3]}"
-    if v.shape[3] != k.shape[3]:
-        return NARROW.format(v.shape[3], k.shape[3])
-    if k.dtype != q.dtype or v.dtype != q.dtype:
-        return f"takes one dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}"
-    if any(x.stride(3) != 1 for x in (q, k, v)):
-        return "needs the channels of a row side by side"
-    return None
 
 
 def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
@@ -89,7 +74,7 @@ def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return sums
 
 
-def column_sums_refuses(q: Tensor, k: Tensor, scale: float) -> str | None:
+def column_sums_refuses(q, k, scale):
     return prefill_attention_with_column_sums_refuses(q, k, k, scale)
 
 
@@ -100,16 +85,14 @@ def prefill_attention_with_column_sums(
     queries, [B H S], as kernels/windowed.py defines them."""
     if q.shape[2] == 1:
         return _one_query(q, k, v, scale)
-    out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
+    out = room_by_token(q)
     sums = q.new_zeros((*q.shape[:2], k.shape[2]), dtype=torch.float32)
     _run(q, k, v, out, sums, scale)
     return out, sums
 
 
-def prefill_attention_with_column_sums_refuses(
-    q: Tensor, k: Tensor, v: Tensor, scale: float
-) -> str | None:
-    refusal = _unfit(q, k, v)
+def prefill_attention_with_column_sums_refuses(q, k, v, scale):
+    refusal = windowed_attention_refuses(q, k, v)
     if refusal is None and q.shape[2] == 1:
         return decode.segment_attention_refuses(q, [Segment(k, v)], scale)
     return refusal
@@ -134,16 +117,26 @@ def windowed_attention(
     """Compute attention in which query t sees the last `window` keys up to key `first` + t, and its
     log-sum-exp, as kernels/windowed.py defines it. -> [B H T D], which lies in memory as [B T H D],
     and [B H T]"""
-    out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
+    out = room_by_token(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     _run(q, k, v, out, None, scale, lse=lse, seen=(first, window))
     return out, lse
 
 
-def windowed_attention_refuses(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, window: int
-) -> str | None:
-    return _unfit(q, k, v)
+def windowed_attention_refuses(q, k, v, *_):
+    if q.is_cuda or q.dtype not in FAST:
+        return f"takes float32 and bfloat16 on the CPU, got {q.dtype} on {q.device}"
+    if not FAST[q.dtype]:
+        return "needs AVX-512: torch's own attention is faster without"
+    if q.shape[3] % 16:
+        return f"needs a head size that 16 divides, got {q.shape[3]}"
+    if v.shape[3] != k.shape[3]:
+        return NARROW.format(v.shape[3], k.shape[3])
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        return f"takes one dtype, got q {q.dtype}, k {k.dtype}, v {v.dtype}"
+    if any(x.stride(3) != 1 for x in (q, k, v)):
+        return "needs the channels of a row side by side"
+    return None
 
 
 def _run(

@@ -54,10 +54,7 @@ def rebuild_keys(
     return with_sizes(out, sizes)
 
 
-def rebuild_keys_refuses(
-    u: Tensor | Ragged, basis: Tensor | Ragged, chunks: Tensor | Ragged, size: int, cos: Tensor | Ragged,
-    sin: Tensor | Ragged,
-) -> str | None:  # fmt: skip
+def rebuild_keys_refuses(u, basis, chunks, size, cos, sin):
     factors = (u, basis, cos, sin)
     if len({isinstance(x, Ragged) for x in factors}) > 1 or (
         isinstance(chunks, Ragged) and not isinstance(u, Ragged)

@@ -69,7 +69,7 @@ def _scores(
     return out, lses
 
 
-def row_scores_refuses(q: Tensor, x: Tensor | Ragged) -> str | None:
+def row_scores_refuses(q, x):
     return _unfit(q, first_of(x), q.shape[3])
 
 
@@ -81,7 +81,7 @@ def row_scores_with_lse(q: Tensor, x: Tensor, scale: float) -> tuple[Tensor, Ten
     return scores, lses
 
 
-def row_scores_with_lse_refuses(q: Tensor, x: Tensor, scale: float) -> str | None:
+def row_scores_with_lse_refuses(q, x, scale):
     if isinstance(x, Ragged):
         return "takes rows of sequences of one length"
     if not x.shape[2]:
@@ -95,7 +95,7 @@ def page_scores(q: Tensor, bounds: Tensor | Ragged) -> Tensor | Ragged:
     return row_scores(by_sign(q), bounds)
 
 
-def page_scores_refuses(q: Tensor, bounds: Tensor | Ragged) -> str | None:
+def page_scores_refuses(q, bounds):
     return _unfit(q, first_of(bounds), 2 * q.shape[3])
 
 

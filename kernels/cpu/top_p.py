@@ -68,7 +68,7 @@ def estimated_logits(q: Tensor, keys: KeyCodes, rows: Tensor | Ragged) -> tuple[
     return (without(out, missing),) * 2
 
 
-def estimated_logits_refuses(q: Tensor, keys: KeyCodes, rows: Tensor | Ragged) -> str | None:
+def estimated_logits_refuses(q, keys, rows):
     if q.dtype not in WIDTHS or q.is_cuda:
         return f"takes float32 and bfloat16 on the CPU, got {q.dtype} on {q.device}"
     if q.shape[3] % 16 or q.shape[3] > MOST_LINES * WIDTHS[q.dtype]:
@@ -91,9 +91,7 @@ def carrying(logits: Tensor, tops: Tensor, always: Tensor, mass: float, scale: f
     return log_weights(read)
 
 
-def carrying_refuses(
-    logits: Tensor, tops: Tensor, always: Tensor, mass: float, scale: float
-) -> str | None:
+def carrying_refuses(logits, tops, always, mass, scale):
     if logits.dtype == always.dtype == torch.float32 and not logits.is_cuda:
         return None
     return f"takes float32 on the CPU, got {logits.dtype} on {logits.device}"

@@ -34,7 +34,7 @@ def last_alike(keys: Tensor, threshold: float) -> Tensor:
     return last
 
 
-def last_alike_refuses(keys: Tensor, threshold: float) -> str | None:
+def last_alike_refuses(keys, threshold):
     return common.unfit_heads(keys)
 
 

@@ -56,16 +56,7 @@ def attention_inputs_stored(
     return total.view(x.shape), *_inputs(x, normed, block, cos, sin, store)
 
 
-def attention_inputs_stored_refuses(
-    x: Tensor,
-    added: Tensor | None,
-    block: DecoderBlock,
-    cos: Tensor,
-    sin: Tensor,
-    keys: Tensor | Ragged,
-    values: Tensor | Ragged,
-    row: Tensor,
-) -> str | None:
+def attention_inputs_stored_refuses(x, added, block, cos, sin, keys, values, row):
     stored = [first_of(side) for side in (keys, values)]
     if any(side.stride(3) != 1 for side in stored):
         return "needs the channels of a row side by side"
@@ -100,9 +91,7 @@ def _inputs(
     return normed.view(x.shape), q, k, v
 
 
-def attention_inputs_refuses(
-    x: Tensor, block: DecoderBlock, cos: Tensor, sin: Tensor
-) -> str | None:
+def attention_inputs_refuses(x, block, cos, sin):
     return unfit_angles(x.shape[0], x.shape[1], block.head_dim, cos, sin) or _unfit(
         x, block, cos, sin
     )
@@ -112,7 +101,7 @@ def block_output(x: Tensor, attended: Tensor, block: DecoderBlock) -> Tensor:
     return summed(x, attended, block, _parts)
 
 
-def block_output_refuses(x: Tensor, attended: Tensor, block: DecoderBlock) -> str | None:
+def block_output_refuses(x, attended, block):
     return unfit_shape(attended, len(x), None, x.shape[1], block.head_dim) or _unfit(
         x, block, attended
     )
@@ -145,7 +134,7 @@ def token_logits(x: Tensor, head: Head) -> Tensor:
     return head.linear(_norm_of(x.flatten(0, 1), head.norm, head.eps)).unflatten(0, x.shape[:2])
 
 
-def token_logits_refuses(x: Tensor, head: Head) -> str | None:
+def token_logits_refuses(x, head):
     return _unfit(x, head)
 
 

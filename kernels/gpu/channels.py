@@ -55,9 +55,7 @@ def channel_weights(
     return Ragged.filled_up(out, x.sizes * times) if isinstance(x, Ragged) else out
 
 
-def channel_weights_refuses(
-    q: Tensor, x: Tensor | Ragged, channels: Tensor, *_: object
-) -> str | None:
+def channel_weights_refuses(q, x, channels, *_):
     first = first_of(x)
     if x.dtype not in DTYPES or q.dtype not in DTYPES:
         return f"takes float32, bfloat16 and float16, got {q.dtype} and {x.dtype}"

@@ -15,6 +15,7 @@ from kernels.gpu.common import (
     known,
     lengths_of,
     load,
+    load_logits,
     load_wide,
     number_of,
     padded,
@@ -100,7 +101,7 @@ def weights(
     return out
 
 
-def group_weights_refuses(logits: Tensor | Ragged, *_: object) -> str | None:
+def group_weights_refuses(logits, *_):
     return _unfit(filled(logits))
 
 
@@ -129,10 +130,7 @@ def group_margins(
     return with_sizes(out, candidates), counts
 
 
-def group_margins_refuses(
-    logits: Tensor | Ragged, tops: Tensor | None, candidates: int | PerSequence, reach: float, most: int | PerSequence,
-    read: Tensor | None = None,
-) -> str | None:  # fmt: skip
+def group_margins_refuses(logits, tops, candidates, reach, most, read=None):
     if isinstance(logits, Ragged):
         return RAGGED
     if too_few(logits, candidates):
@@ -156,9 +154,7 @@ def _log_sum_exp(
     row, piece = program_at(0), tl.program_id(1)
     count = number_of(counts, row // ROWS, count)
     at = piece * PIECE + tl.arange(0, PIECE)
-    value = (
-        tl.load(x + row * apart + at, mask=at < count, other=float("-inf")).to(tl.float32) * scale
-    )
+    value = load_logits(x + row * apart + at, at < count) * scale
     top = tl.max(value, 0)
     total = tl.sum(tl.exp(value - finite(top)), 0)
     tl.store(out + row * tl.num_programs(1) + piece, top + tl.log(total))
@@ -182,9 +178,7 @@ def joined(lses, row, live, pieces, first, end, PIECES: tl.constexpr):
     for start in range(0, pieces, PIECES):
         at = start + piece
         there = live[:, None] & (at < pieces) & ((at < first) | (at >= end))
-        part = tl.load(lses + row[:, None] * pieces + at, mask=there, other=float("-inf")).to(
-            tl.float32
-        )
+        part = load_logits(lses + row[:, None] * pieces + at, there)
         highest = tl.maximum(top, part)
         shift = finite(highest)
         total = total * tl.exp(top - shift) + tl.exp(part - shift)
@@ -204,11 +198,9 @@ def _weights(
     this, head = program_at(1), tl.arange(0, padded(HEADS, 1))
     row, mine = this * HEADS + head, head < HEADS
     at = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
-    value = tl.load(
-        x + row[:, None] * apart + at, mask=mine[:, None] & (at < bound), other=float("-inf")
-    )
+    value = load_logits(x + row[:, None] * apart + at, mine[:, None] & (at < bound))
     lse = joined(lses, row, mine, pieces, 0, 0, PIECES)
-    weight = tl.where(mine[:, None], tl.exp(value.to(tl.float32) * scale - lse[:, None]), 0.0)
+    weight = tl.where(mine[:, None], tl.exp(value * scale - lse[:, None]), 0.0)
     combined = tl.sum(weight, 0) if SUM else tl.max(weight, 0)  # no weight is smaller than 0
     time = tl.arange(0, WIDE)
     to = at[:, None] * TIMES + time
@@ -231,12 +223,7 @@ def _margins(
     margin = tl.full([_BLOCK], float("-inf"), tl.float32)
     for head in range(HEADS):
         row = this * HEADS + head
-        top = tl.max(
-            tl.load(tops + row * pieces + piece, mask=piece < pieces, other=float("-inf")).to(
-                tl.float32
-            ),
-            0,
-        )
+        top = tl.max(load_logits(tops + row * pieces + piece, piece < pieces), 0)
         margin = tl.maximum(margin, load_wide(x + row * count + at, live) - top)
     tl.store(out + this * candidates + at, margin, mask=live)
     close = tl.sum((live & (margin >= -reach)).to(tl.int32), 0)

@@ -106,9 +106,7 @@ def coded_attention(
     return merged(outs, lses, torch.empty_like(q))
 
 
-def coded_attention_refuses(
-    q: Tensor, segments: Sequence[Segment | Codes | Rotated], scale: float
-) -> str | None:
+def coded_attention_refuses(q, segments, scale):
     plain = [segment for segment in segments if isinstance(segment, Segment)]
     if plain and (reason := segment_attention_refuses(q, plain, scale)):
         return reason
@@ -165,13 +163,7 @@ def decode_rows(
     return k, v
 
 
-def decode_rows_refuses(
-    coded: Codes,
-    rows: Tensor | None,
-    blocks: Tensor | None,
-    dtype: torch.dtype,
-    recent: tuple[Tensor, Tensor] | None = None,
-) -> str | None:
+def decode_rows_refuses(coded, rows, blocks, dtype, recent=None):
     if dtype not in DTYPES:
         return f"makes float32, bfloat16 and float16, got {dtype}"
     (batch, groups, stored, _), listed = coded.k.shape, [x for x in (rows, blocks) if x is not None]

@@ -275,6 +275,12 @@ def load(at, there):
 
 
 @triton.jit
+def load_logits(at, there):
+    """Load numbers in fp32, with minus infinity where they are not `there`."""
+    return tl.load(at, mask=there, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
 def load_wide(at, there):
     """Load numbers in fp32, as `load` does."""
     return load(at, there).to(tl.float32)

@@ -37,7 +37,7 @@ def gather_rows(x: Tensor | Ragged, rows: Tensor | Ragged) -> Tensor | Ragged:
     return gather_tiers(x, rows, None, None)
 
 
-def gather_rows_refuses(x: Tensor | Ragged, rows: Tensor | Ragged) -> str | None:
+def gather_rows_refuses(x, rows):
     return gather_tiers_refuses(x, rows, None, None)
 
 
@@ -72,9 +72,7 @@ def gather_tiers(
     return with_sizes(out, rows)
 
 
-def gather_tiers_refuses(
-    far: Tensor | Ragged, rows: Tensor | Ragged, held: Tensor | None, slots: Tensor | None
-) -> str | None:
+def gather_tiers_refuses(far, rows, held, slots):
     if held is not None and slots is not None:
         sides = unfit_shape(held, *rows.shape[:2], None, far.shape[3]) or unfit_shape(
             slots, *rows.shape
@@ -117,7 +115,7 @@ def put_rows(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> None:
         )
 
 
-def put_rows_refuses(x: Tensor | Ragged, rows: Tensor, values: Tensor) -> str | None:
+def put_rows_refuses(x, rows, values):
     if values.dtype != x.dtype:
         return f"takes one dtype, got {x.dtype} and values of {values.dtype}"
     width = values.shape[3] if isinstance(x, Ragged) else x.shape[3]

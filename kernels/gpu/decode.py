@@ -24,6 +24,7 @@ from kernels.gpu.common import (
     head_rows,
     lengths_of,
     load,
+    load_logits,
     load_wide,
     located,
     number_of,
@@ -147,7 +148,7 @@ def read_parts(
     )
 
 
-def segment_attention_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:
+def segment_attention_refuses(q, segments, scale):
     batch, heads, _, dim = q.shape
     if reason := unfit_shape(q, batch, heads, 1, dim):
         return reason
@@ -176,7 +177,7 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
     return merge_attention_with_lse(outs, lses)[0]
 
 
-def merge_attention_refuses(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> str | None:
+def merge_attention_refuses(outs, lses):
     batch, heads, tokens, _ = outs[0].shape
     if any(out.shape != outs[0].shape for out in outs) or any(
         x.numel() != batch * heads * tokens for x in lses
@@ -376,7 +377,7 @@ def _merge(outs, lses, out, lse, parts, DIM: tl.constexpr, PARTS: tl.constexpr):
     for start in range(0, parts, PARTS):
         part = start + tl.arange(0, PARTS)
         at, there = head * parts + part, (part < parts)[:, None] & (dim < DIM)
-        weight = tl.load(lses + at, mask=part < parts, other=float("-inf"))
+        weight = load_logits(lses + at, part < parts)
         rows = load(outs + at[:, None] * DIM + dim, there)
         rows = tl.where(weight[:, None] == float("-inf"), 0.0, rows)  # nobody writes an empty part
         highest = tl.maximum(top, tl.max(weight, 0))

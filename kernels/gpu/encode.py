@@ -41,9 +41,7 @@ def encode_codes(
     return k_codes, k_range, v_codes, v_range, bad
 
 
-def encode_codes_refuses(
-    k: Tensor, v: Tensor, bits: int, value_bits: int, group: int
-) -> str | None:
+def encode_codes_refuses(k, v, bits, value_bits, group):
     dim = k.shape[3]
     if any(size & (size - 1) for size in (group, dim)) or group * dim > _MOST:
         return f"takes powers of two, up to {_MOST} numbers of a block, got {group} tokens of {dim} channels"

@@ -70,7 +70,7 @@ def kmeans(
     return centroids, codes
 
 
-def kmeans_refuses(x: Tensor, initial: Tensor, *_: float) -> str | None:
+def kmeans_refuses(x, initial, *_):
     if (
         x.shape[-1] > MOST_CHANNELS
         or len(initial) > MOST_CLUSTERS

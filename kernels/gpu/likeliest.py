@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.gpu.common import (
     load,
+    load_logits,
     padded,
     program_at,
     unfit,
@@ -37,7 +38,7 @@ def likeliest_tokens(logits: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
-def likeliest_tokens_refuses(logits: Tensor, out: Tensor | None = None) -> str | None:
+def likeliest_tokens_refuses(logits, out=None):
     if logits.stride(1) != 1 or (out is not None and out.stride(1) != 1):
         return "needs the logits of a sequence, and the tokens of all, side by side"
     if logits.shape[1] > _MOST:
@@ -54,7 +55,7 @@ def _best_of_piece(logits, best, sums, xt: tl.int64, width):
     piece, row = tl.program_id(0), program_at(1)
     place = piece * _PIECE + tl.arange(0, _PIECE)
     there = place < width
-    value = tl.load(logits + row * xt + place, mask=there, other=float("-inf")).to(tl.float32)
+    value = load_logits(logits + row * xt + place, there)
     bits = value.to(tl.int32, bitcast=True)
     order = tl.where(value == 0.0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF))  # both zeros are equal
     order = tl.where(value != value, 0x7FFFFFFF, order).to(tl.int64)

@@ -15,6 +15,7 @@ from kernels.gpu.common import (
     each,
     finite,
     load,
+    load_logits,
     load_wide,
     number_of,
     padded,
@@ -51,10 +52,7 @@ def attention_with_mean(
     return out, covered
 
 
-def attention_with_mean_refuses(
-    q: Tensor, segments: Sequence[Segment], scale: float, chosen: int, lses: Tensor, sink_logits: Tensor | None,
-    value_sum: Tensor, v: Tensor, count: Tensor,
-) -> str | None:  # fmt: skip
+def attention_with_mean_refuses(q, segments, scale, chosen, lses, sink_logits, value_sum, v, count):
     (batch, groups, both, dim), group = q.shape, q.shape[2] // 2
     if both % 2 or not q.is_contiguous() or not value_sum.is_contiguous() or v.stride(3) != 1:
         return "takes as many approximate queries as others, and the channels of a row side by side"
@@ -110,7 +108,7 @@ def _mix(
     mixed = tl.zeros([head.shape[0], _CHANNELS], tl.float32)
     for start in range(0, parts, PARTS):
         at, there = exact[:, None] * parts + start + part, mine[:, None] & (start + part < parts)
-        lse = tl.load(lses + at, mask=there, other=float("-inf"))
+        lse = load_logits(lses + at, there)
         weight = tl.exp(lse - own[:, None])
         inside = there[:, :, None] & real[None, None, :]
         rows = load(outs + at[:, :, None] * DIM + channel[None, None, :], inside)

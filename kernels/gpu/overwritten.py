@@ -38,9 +38,7 @@ def pick_overwritten(
     )
 
 
-def pick_overwritten_refuses(
-    logits: Tensor | Ragged, lse: Tensor, scale: float, places: Tensor, row: Tensor, counts: Tensor
-) -> str | None:
+def pick_overwritten_refuses(logits, lse, scale, places, row, counts):
     batch, groups, heads, count = logits.shape
     if {places.dtype, row.dtype, counts.dtype} != {torch.int64} or places.stride(1) != 1:
         return "takes rows, their places and counts as int64, side by side"

@@ -46,7 +46,7 @@ def token_rows(chunks: Tensor | Ragged, size: int, last: int | PerSequence | Non
     return out
 
 
-def token_rows_refuses(chunks: Tensor | Ragged, *_: object) -> str | None:
+def token_rows_refuses(chunks, *_):
     whole = filled(chunks)
     return (
         unfit(whole) if whole.dtype == torch.int64 else f"takes numbers as int64, got {whole.dtype}"

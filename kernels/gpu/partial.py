@@ -42,7 +42,7 @@ def partial_products(guess: Guess | None, new: NewPartial | None) -> Tensor | No
     return out
 
 
-def partial_products_refuses(guess: Guess | None, new: NewPartial | None) -> str | None:
+def partial_products_refuses(guess, new):
     for x, basis in [(part[0], part.basis) for part in (guess, new) if part is not None]:
         if reason := (
             common.unfit_shape(x, len(basis), None, 1, basis.shape[2])

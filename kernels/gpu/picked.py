@@ -43,7 +43,7 @@ def pick_channels(
     return channels, picked, whole
 
 
-def pick_channels_refuses(q: Tensor, r: int | PerSequence, *_: float) -> str | None:
+def pick_channels_refuses(q, r, *_):
     if most_of(r) > q.shape[3]:
         return "leaves the error for too large a count to torch"
     return unfit_heads(q) or unfit_floats(q) or unfit_group(q.shape[2])

@@ -59,9 +59,7 @@ def pq_weights(
     return with_sizes(out, codes)
 
 
-def pq_weights_refuses(
-    q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, *_: object
-) -> str | None:
+def pq_weights_refuses(q, centroids, codes, *_):
     if isinstance(centroids, Ragged) and not centroids.dense:
         return "needs the centroids of a sequence without gaps"
     if codes.dtype not in _CODES:
@@ -161,10 +159,7 @@ def pq_best(
     return with_sizes(out, count)
 
 
-def pq_best_refuses(
-    q: Tensor, centroids: Tensor | Ragged, codes: Tensor | Ragged, held: Tensor | Ragged, scale: float,
-    count: int | PerSequence,
-) -> str | None:  # fmt: skip
+def pq_best_refuses(q, centroids, codes, held, scale, count):
     batch, groups, parts, clusters, width = centroids.shape
     sharing = q.shape[1] // groups
     if parts != 2 or clusters > _CELLS or width > _MOST_CHANNELS or sharing > _SHARING:

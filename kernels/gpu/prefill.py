@@ -32,6 +32,7 @@ from kernels.gpu.common import (
 from kernels.gpu.scores import row_scores
 from kernels.ragged import filled
 from kernels.reference import Segment
+from kernels.windowed import room_by_token
 
 EVERY = 1 << 30  # a window that holds every key
 _FEW = 256  # so few queries do not fill a device, so the keys are cut as well
@@ -46,7 +47,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return windowed_attention(q, k, v, scale, k.shape[2] - q.shape[2], EVERY)[0]
 
 
-def prefill_attention_refuses(q: Tensor, k: Tensor, v: Tensor, scale: float) -> str | None:
+def prefill_attention_refuses(q, k, v, scale):
     one = unfit_group(q.shape[1] // k.shape[1]) if q.shape[2] == 1 else None  # by the decode kernel
     return column_sums_refuses(q, k, scale) or windowed_attention_refuses(q, k, v) or one
 
@@ -65,7 +66,7 @@ def column_sums(q: Tensor, k: Tensor, scale: float) -> Tensor:
     )
 
 
-def column_sums_refuses(q: Tensor, k: Tensor, scale: float) -> str | None:
+def column_sums_refuses(q, k, scale):
     if q.shape[2] > k.shape[2]:
         return f"takes no more queries than keys, got {q.shape[2]} and {k.shape[2]}"
     return _unfit(q, k)
@@ -93,13 +94,13 @@ def windowed_attention(
     """Compute attention in which query t sees the last `window` keys up to key `first` + t, and its
     log-sum-exp, as kernels/windowed.py defines it. -> [B H T D], which lies in memory as [B T H D],
     and [B H T]"""
-    out = q.new_empty((q.shape[0], q.shape[2], q.shape[1], q.shape[3])).transpose(1, 2)
+    out = room_by_token(q)
     lse = q.new_empty((*q.shape[:3], 1), dtype=torch.float32)
     _run_rows(q, k, v, out, lse, scale, first, window, k.shape[2], (_rows_at_once(q), 0))
     return out, lse.squeeze(3)
 
 
-def windowed_attention_refuses(q: Tensor, k: Tensor, v: Tensor, *_: float) -> str | None:
+def windowed_attention_refuses(q, k, v, *_):
     return _unfit(q, k, v)
 
 
@@ -109,7 +110,7 @@ def windowed_sums(
     return _run_columns(q, k, lse.contiguous(), scale, first, window)
 
 
-def windowed_sums_refuses(q: Tensor, k: Tensor, lse: Tensor, *_: float) -> str | None:
+def windowed_sums_refuses(q, k, lse, *_):
     return _unfit(q, k) or unfit_shape(lse, *q.shape[:3]) or unfit_floats(lse)
 
 

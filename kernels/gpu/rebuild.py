@@ -58,10 +58,7 @@ def rebuild_keys(
     return Ragged.filled_up(out, chunks.sizes * size) if isinstance(chunks, Ragged) else out
 
 
-def rebuild_keys_refuses(
-    u: Tensor | Ragged, basis: Tensor | Ragged, chunks: Tensor | Ragged, size: int, cos: Tensor | Ragged,
-    sin: Tensor | Ragged,
-) -> str | None:  # fmt: skip
+def rebuild_keys_refuses(u, basis, chunks, size, cos, sin):
     rows, bases, turns, tilts = map(first_of, (u, basis, cos, sin))
     if any(x.stride(-1) != 1 for x in (rows, turns, tilts)):
         return "needs the entries of a row side by side"

@@ -104,9 +104,7 @@ def rotate_to(
     return out
 
 
-def rotate_to_refuses(
-    x: Tensor, cos: Tensor | Ragged, sin: Tensor | Ragged, at: Tensor, dtype: torch.dtype
-) -> str | None:
+def rotate_to_refuses(x, cos, sin, at, dtype):
     if cos.shape[2] % 2 or cos.shape[2] > x.shape[3] or dtype not in common.DTYPES:
         return (
             f"turns pairs of up to {x.shape[3]} channels of a float, got {cos.shape[2]} of {dtype}"
@@ -116,7 +114,7 @@ def rotate_to_refuses(
     return sides or common.unfit_heads(x) or common.unfit_heads(first_of(cos), first_of(sin))
 
 
-def rotate_refuses(x: Tensor, cos: Tensor, sin: Tensor) -> str | None:
+def rotate_refuses(x, cos, sin):
     return unfit_angles(x.shape[0], x.shape[2], x.shape[3], cos, sin) or common.unfit_heads(
         x, cos, sin
     )

@@ -25,9 +25,7 @@ def uniform_draws(position: Tensor, key: int, groups: int, count: int, among: in
     return out
 
 
-def uniform_draws_refuses(
-    position: Tensor, key: int, groups: int, count: int, among: int
-) -> str | None:
+def uniform_draws_refuses(position, key, groups, count, among):
     return unfit(position)
 
 
@@ -48,9 +46,7 @@ def sampled_weights(
     return out, wanted
 
 
-def sampled_weights_refuses(
-    logits: Tensor, lse: Tensor, always: Tensor, rows: Tensor, heavy: int, sample: Sample
-) -> str | None:
+def sampled_weights_refuses(logits, lse, always, rows, heavy, sample):
     heads = logits.shape[:3]
     if {logits.dtype, lse.dtype, always.dtype} != {torch.float32}:
         return f"takes float32, got {logits.dtype}"

@@ -128,25 +128,23 @@ def _run(
     return of_blocks
 
 
-def row_scores_refuses(q: Tensor, x: Tensor | Ragged) -> str | None:
+def row_scores_refuses(q, x):
     return _unfit(q, x, q.shape[3])
 
 
-def row_scores_with_lse_refuses(q: Tensor, x: Tensor | Ragged, scale: float) -> str | None:
+def row_scores_with_lse_refuses(q, x, scale):
     return RAGGED if isinstance(x, Ragged) else _unfit(q, x, q.shape[3])
 
 
-def page_scores_refuses(q: Tensor, bounds: Tensor | Ragged) -> str | None:
+def page_scores_refuses(q, bounds):
     return _unfit(q, bounds, 2 * q.shape[3])
 
 
-def live_scores_refuses(q: Tensor, x: Tensor | Ragged, live: Tensor | None) -> str | None:
+def live_scores_refuses(q, x, live):
     return common.unfit_numbers(live, len(q)) or _unfit(q, x, q.shape[3])
 
 
-def add_received_refuses(
-    sums: Tensor, q: Tensor, k: Tensor | Ragged, lse: Tensor, scale: float, live: Tensor | None
-) -> str | None:
+def add_received_refuses(sums, q, k, lse, scale, live):
     batch, heads, _, dim = q.shape
     if sums.dtype != torch.float32 or sums.shape[2] < k.shape[2] or not sums.is_contiguous():
         return f"takes sums of float32 for {k.shape[2]} tokens, got {sums.dtype} {list(sums.shape)}"
@@ -158,9 +156,7 @@ def add_received_refuses(
     return sides or live_scores_refuses(q.reshape(batch, k.shape[1], -1, dim), k, live)
 
 
-def row_weights_refuses(
-    q: Tensor, x: Tensor | Ragged, scale: float, reduce: str, live: Tensor | None = None
-) -> str | None:
+def row_weights_refuses(q, x, scale, reduce, live=None):
     return live_scores_refuses(q, x, live)
 
 

@@ -85,7 +85,7 @@ def top_k(scores: Tensor | Ragged, count: int | PerSequence) -> Tensor | Ragged:
     return with_sizes(out, count, out.dim() - 1)
 
 
-def top_k_refuses(scores: Tensor | Ragged, count: int | PerSequence) -> str | None:
+def top_k_refuses(scores, count):
     if isinstance(scores, Ragged) and scores.dim != len(scores.shape) - 1:
         return "takes scores that differ in their last dimension"
     if scores.dtype not in DTYPES or len(scores.shape) < 2:

@@ -25,6 +25,7 @@ from kernels.gpu.common import (
     head_rows,
     lengths_of,
     load,
+    load_logits,
     load_wide,
     located,
     number_of,
@@ -66,7 +67,7 @@ def estimated_logits(q: Tensor, keys: KeyCodes, rows: Tensor | Ragged) -> tuple[
     return out, tops
 
 
-def estimated_logits_refuses(q: Tensor, keys: KeyCodes, rows: Tensor | Ragged) -> str | None:
+def estimated_logits_refuses(q, keys, rows):
     codes, ranges = map(first_of, keys)
     if codes.stride(3) != 1 or ranges.stride(3) != 1:
         return "needs the codes of a row side by side"
@@ -108,7 +109,7 @@ def log_sum_exps(q: Tensor, segments: Sequence[Segment], scale: float) -> Tensor
     return out
 
 
-def log_sum_exps_refuses(q: Tensor, segments: Sequence[Segment], scale: float) -> str | None:
+def log_sum_exps_refuses(q, segments, scale):
     keys = [first_of(x.k) for x in segments]
     sides = (unfit_shape(x.k, *q.shape[:2], None, q.shape[3]) for x in segments)
     return (
@@ -139,9 +140,7 @@ def carrying(logits: Tensor, tops: Tensor, always: Tensor, mass: float, scale: f
     return out
 
 
-def carrying_refuses(
-    logits: Tensor, tops: Tensor, always: Tensor, mass: float, scale: float
-) -> str | None:
+def carrying_refuses(logits, tops, always, mass, scale):
     rows = logits.shape[:3]
     sides = unfit_shape(tops, *rows, None) or unfit_shape(always, *rows, None)
     if {logits.dtype, tops.dtype, always.dtype} != {torch.float32}:
@@ -156,7 +155,7 @@ def count_read(log_weights: Tensor, counts: Tensor) -> None:
     _count_read[(batch * lists,)](log_weights.contiguous(), counts, counts.stride(0), count, lists)
 
 
-def count_read_refuses(log_weights: Tensor, counts: Tensor) -> str | None:
+def count_read_refuses(log_weights, counts):
     sides = unfit_shape(counts, *log_weights.shape[:2])
     return sides or unfit_floats(log_weights) or unfit(counts)
 
@@ -234,8 +233,8 @@ def _whole(tops, always, row, scale, blocks, parts, BLOCKS: tl.constexpr, PARTS:
     """Return the largest scaled logit of a row, or a larger number, and what the tokens that are
     always read weigh beside it."""
     block, part = tl.arange(0, BLOCKS), tl.arange(0, PARTS)
-    largest = tl.load(tops + row * blocks + block, mask=block < blocks, other=float("-inf"))
-    own = tl.load(always + row * parts + part, mask=part < parts, other=float("-inf"))
+    largest = load_logits(tops + row * blocks + block, block < blocks)
+    own = load_logits(always + row * parts + part, part < parts)
     top = finite(tl.maximum(tl.max(largest, 0) * scale, tl.max(own, 0)))
     return top, tl.sum(tl.exp(own - top), 0)
 
@@ -244,7 +243,7 @@ def _whole(tops, always, row, scale, blocks, parts, BLOCKS: tl.constexpr, PARTS:
 def _weighed(x, at, there, top, scale):
     """Return how far the scaled logits of some tokens lie below `top`, in 2**-26 nats and up to 32
     nats, and what they weigh beside it."""
-    value = tl.load(x + at, mask=there, other=float("-inf")) * scale
+    value = load_logits(x + at, there) * scale
     below = tl.minimum(top - value, 31.9)
     return (below * 67108864.0).to(tl.int32), tl.exp(value - top)
 
@@ -310,7 +309,7 @@ def _mark(
         row = this * HEADS + head
         top, own = _whole(tops, always, row, scale, blocks, parts, BLOCKS, PARTS)
         below, weight = _weighed(x + row * count, at, at < count, top, scale)
-        there = tl.load(x + row * count + at, mask=at < count, other=float("-inf")) > float("-inf")
+        there = load_logits(x + row * count + at, at < count) > float("-inf")
         if not ALL:
             bins = _bins(coarse, row, pieces, PIECES)
             spare = share * (own + tl.sum(bins, 0))
@@ -337,7 +336,7 @@ def _count_read(log_weights, counts, apart: tl.int64, count, LISTS: tl.constexpr
     total = tl.zeros([_COUNTED], tl.int32)
     for start in range(0, count, _COUNTED):
         at = start + tl.arange(0, _COUNTED)
-        value = tl.load(log_weights + this * count + at, mask=at < count, other=float("-inf"))
+        value = load_logits(log_weights + this * count + at, at < count)
         total += (value > float("-inf")).to(tl.int32)
     to = counts + this // LISTS * apart + this % LISTS
     tl.store(to, tl.load(to) + tl.sum(total, 0))
