@@ -1,7 +1,8 @@
 // Attends from one token to keys and values that are codes, and decodes chosen rows of them. Only codes are read from memory:
-// a block of rows is decoded into L1, for all heads of its group at once, and attended to there as other rows are, or on
-// tiles (coded_tiles.hpp), in half the time.
+// bf16 attends to them as they are where AVX-512 or AMX can (coded_scaled.hpp), in half the time; otherwise a block of rows is
+// decoded into L1, for all heads of its group at once, and attended to there as other rows are.
 #include "calls.hpp"
+#include "coded_dots.hpp"
 #include "coded_tiles.hpp"
 
 namespace {
@@ -130,6 +131,31 @@ std::unique_ptr<BlockReader> block_reader_of(const Codes& in, int64_t sequence, 
     });
 }
 
+// Returns what attends from heads of a group, `head` and those after it, to codes as they are. It is nothing where they have
+// to be decoded first.
+template <class T>
+std::unique_ptr<ScaledAttention> scaled_of(const CodedAttention& in, int64_t sequence, int64_t group, int64_t head) {
+    std::unique_ptr<ScaledAttention> made;
+    if (!std::is_same_v<T, BF16> || in.codes.kind == FLOATS4 || in.codes.channels) return made;
+    const int heads = std::min<int64_t>(MOST_HEADS, in.heads - head);
+    // one head saves less on tiles than it takes to make bf16 numbers of 8 bits, and few heads fill no tile
+    const bool on_tiles = uses_tiles<T>() && (in.heads > 1 || in.codes.bits < 8);
+#if defined(__AVX512BW__)
+    if (!on_tiles || in.heads <= 4)
+        of_formats(in.codes, [&](auto key, auto value) {
+            using Key = decltype(key);
+            using Value = decltype(value);
+            if constexpr (HAS_HALVES<Key> && HAS_HALVES<Value>)
+                if (DotAttention<Key, Value>::takes(in.codes))
+                    made = std::make_unique<DotAttention<Key, Value>>(in, sequence, group, head, heads);
+        });
+#endif
+    if (on_tiles && !made)
+        made = std::make_unique<TileAttention>(in, block_reader_of(in.codes, sequence, group), sequence, group, head,
+                                               heads);
+    return made;
+}
+
 // Attends from the heads of a group to `count` tokens from `first` on, whose decoded keys and values have L lines.
 template <class T, int L>
 void attend_rows(const CodedAttention& in, Reader<typename T::Element>& reader, const typename T::Element* q,
@@ -166,16 +192,13 @@ template <class T> void run(const CodedAttention& in) {
     using Element = typename T::Element;
     auto tokens_of = [&](int64_t b) { return in.counts ? std::min(in.counts[b], in.count) : in.count; };
     auto part = [&](int64_t b, int64_t group, int64_t first, int64_t count, State* state) {
-        const bool plain = in.codes.kind == FLOATS4 || in.codes.channels;
-        // one head saves less on tiles than it takes to make bf16 numbers of 8 bits
-        if (uses_tiles<T>() && !plain && (in.heads > 1 || in.codes.bits < 8)) {
-            auto reader = block_reader_of(in.codes, b, group);
-            for (int64_t h = 0; h < in.heads; h += TILE_HEADS) {
-                const int heads = std::min<int64_t>(TILE_HEADS, in.heads - h);
-                std::make_unique<TileAttention>(in, *reader, b, group, h, heads)->run(first, count, state + h);
-            }
-            return;
+        int64_t h = 0;
+        for (; h < in.heads; h += MOST_HEADS) {
+            auto attention = scaled_of<T>(in, b, group, h);
+            if (!attention) break;
+            attention->run(first, count, state + h);
         }
+        if (h) return;
         const int64_t queries = (b * in.groups + group) * in.heads * in.width;
         const Element *q = (const Element*)in.q + queries, *signs = in.q_signs ? (const Element*)in.q_signs + queries : nullptr;
         auto reader = reader_of<Element>(in.codes, b, group);

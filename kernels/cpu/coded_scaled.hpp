@@ -1,0 +1,286 @@
+// Attends from one token to keys and values that are codes, whose numbers stay as they are: the scales of codes are applied
+// to queries, logits and weights, of which there are fewer. Subclasses say how numbers are made and multiplied: on AMX tiles
+// (coded_tiles.hpp), or as whole numbers (coded_dots.hpp).
+#pragma once
+#include "attention.hpp"
+#include "codes.hpp"
+
+namespace {
+
+constexpr int MOST_HEADS = 16;  // that are taken at once: those of a tile
+
+// Says where the rows of one head stand. Where rows have scales of their own, these stand in `v_range`.
+struct Places {
+    const Codes& codes;
+    const HeadRows k, v, k_range, v_range, kept, which;
+
+    Places(const Codes& in, int64_t sequence, int64_t group)
+        : codes(in),
+          k(in.k, in.k_batch, in.k_group, in.k_token, in.k_table, sequence, group),
+          v(in.v, in.v_batch, in.v_group, in.v_token, in.v_table, sequence, group),
+          k_range(in.k_range, in.k_range_batch, in.k_range_group, in.k_range_block, in.k_range_table, sequence, group),
+          v_range(in.v_range, in.v_range_batch, in.v_range_group, in.v_range_token, in.v_range_table, sequence, group),
+          kept(in.kept, in.kept_batch, in.kept_group, in.kept_token, in.kept_table, sequence, group),
+          which(in.which, in.which_batch, in.which_group, in.which_block, in.which_table, sequence, group) {}
+};
+
+// Prefetches a row. What lies behind the last one is not read.
+inline void fetch(const char* row, int bytes) {
+    for (int i = 0; i < bytes; i += LINE) __builtin_prefetch(row + i);
+}
+
+// Holds what the codes of a format stand for, less the middle of a range, without scales and rounded to bf16.
+template <class Format> struct Numbers {
+    static constexpr int BITS = Format::bytes(8);
+    static constexpr float MIDDLE = Format::RANGED ? ((1 << BITS) - 1) * 0.5f : 0;
+    typename Format::Table table;
+    alignas(LINE) bf16 places[2 * LANES] = {};  // by the lower five bits of a code, if it has fewer
+
+    explicit Numbers(const float* levels) : table(levels) {
+        if constexpr (BITS <= 4)
+            for (int i = 0; i < 2 * LANES; i++) {
+                alignas(LINE) const uint8_t code[LANES] = {uint8_t(i % (1 << BITS))};
+                put(places + i, exact(code)[0]);
+            }
+    }
+    f32 exact(const uint8_t* codes) const { return table(codes) - MIDDLE; }
+
+    // Writes a row of `dim` numbers.
+    void write(const char* row, int dim, uint32_t* to) const {
+#if defined(__AVX512BW__)
+        if constexpr (BITS <= 4)
+            if (look_up<32>(dim, [&](int from, int bytes) { return words_of_row(row + from, bytes); }, to)) return;
+#endif
+        alignas(LINE) uint8_t spread[MOST_DIM + LINE];
+        const uint8_t* codes = Format::spread_row(row, dim, spread);
+        int c = 0;
+        for (; c + 2 * LANES <= dim; c += 2 * LANES)
+            store(to + c / 2, pack_neighbours(exact(codes + c), exact(codes + c + LANES)));
+        if (c < dim) narrow((bf16*)to + c, exact(codes + c));
+    }
+    // Writes two rows, of which each word has a number of both.
+    void write_two(const char* a, const char* b, int dim, uint32_t* to) const {
+#if defined(__AVX512BW__)
+        if constexpr (BITS <= 4) {
+            auto words = [&](int from, int bytes) { return words_of_row_pair(a + from, b + from, bytes); };
+            if (look_up<16>(dim, words, to)) return;
+        }
+#endif
+        alignas(LINE) uint8_t spread[2][MOST_DIM + LINE];
+        const uint8_t *of_a = Format::spread_row(a, dim, spread[0]), *of_b = Format::spread_row(b, dim, spread[1]);
+        for (int c = 0; c < dim; c += LANES) {
+            const f32 x = exact(of_a + c), y = exact(of_b + c);
+            // numbers of 8 bits are bf16 already
+            store(to + c, BITS == 8 ? (u32)x >> 16 | ((u32)y & 0xffff0000u) : pack(x, y));
+        }
+    }
+
+#if defined(__AVX512BW__)
+    // Writes numbers for codes of which words(from, bytes) has some in the lowest bits of each half word, those of W channels.
+    // Returns whether codes lie so that it can.
+    template <int W, class Words> bool look_up(int dim, Words words, uint32_t* to) const {
+        auto put = [&](int c, u32 codes) {
+            store(to + c * LANES / W, (u32)_mm512_permutexvar_epi16((__m512i)codes, load<__m512i>(places)));
+        };
+        if constexpr (BITS != 3) return each_part<BITS, W>(dim, words, 0, put);
+        u32 low[MOST_DIM / W];
+        return each_part<2, W>(dim, words, 0, [&](int c, u32 codes) { low[c / W] = codes; }) &&
+               each_part<1, W>(dim, words, dim / 4,
+                               [&](int c, u32 codes) { put(c, (low[c / W] & 0x30003u) | (codes << 2 & 0x40004u)); });
+    }
+    // Calls f(first channel, words) for codes of N bits that begin at byte `first`: those of all lowest bits come first.
+    template <int N, int W, class Words, class F> static bool each_part(int dim, Words words, int first, F f) {
+        const int bytes = dim * N / 8;
+        if (bytes % W == 0) {
+            for (int i = 0; i < bytes; i += W) {
+                const u32 codes = words(first + i, W);
+                UNROLL for (int place = 0; place < 8 / N; place++) f(place * bytes + i, codes >> uint32_t(N * place));
+            }
+            return true;
+        }
+        return (bytes == 8 && each_part_of<N, W, 8>(dim, words, first, f)) ||
+               (bytes == 16 && each_part_of<N, W, 16>(dim, words, first, f));
+    }
+    // Does so for BYTES that are less than W: they are taken again and again, with the shifts of each.
+    template <int N, int W, int BYTES, class Words, class F>
+    static bool each_part_of(int dim, Words words, int first, F f) {
+        constexpr int CHANNELS = W / LANES;  // of a word
+        const u32 shifts = (u32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * CHANNELS / BYTES) * N;
+        u32 codes = words(first, BYTES) >> shifts;
+        for (int c = 0; c < dim; c += W, codes >>= uint32_t(W / BYTES * N)) f(c, codes);
+        return true;
+    }
+    static u32 words_of_row(const char* row, int bytes) {
+        const __m256i codes = bytes == 8    ? _mm256_set1_epi64x(load<int64_t>(row))
+                              : bytes == 16 ? _mm256_broadcastsi128_si256(load<__m128i>(row))
+                                            : load<__m256i>(row);
+        return (u32)_mm512_cvtepu8_epi16(codes);
+    }
+    static u32 words_of_row_pair(const char* a, const char* b, int bytes) {
+        auto words = [&](const char* row) {
+            const __m128i codes = bytes == 8 ? _mm_set1_epi64x(load<int64_t>(row)) : load<__m128i>(row);
+            return (u32)_mm512_cvtepu8_epi32(codes);
+        };
+        return words(a) | words(b) << 16;
+    }
+#endif
+};
+
+// Loads up to 16 bytes of sixteen rows, and turns them: each of four vectors has a word of all rows.
+template <class RowOf> void turn_four(RowOf row_of, int bytes, u32* to) {
+    u32 fours[4];  // of rows that are four apart
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    const __mmask16 mask = 0xffff >> (16 - bytes);
+    UNROLL for (int i = 0; i < 4; i++) {
+        auto part = [&](int row) { return _mm_maskz_loadu_epi8(mask, row_of(i + row)); };
+        __m512i four = _mm512_inserti32x4(_mm512_castsi128_si512(part(0)), part(4), 1);
+        fours[i] = (u32)_mm512_inserti32x4(_mm512_inserti32x4(four, part(8), 2), part(12), 3);
+    }
+#else
+    std::memset(fours, 0, sizeof fours);
+    for (int i = 0; i < LANES; i++) std::memcpy((char*)&fours[i % 4] + i / 4 * 16, row_of(i), bytes);
+#endif
+    u32 pairs[4];
+    UNROLL for (int i = 0; i < 4; i += 2) {
+        u32 a = fours[i], b = fours[i + 1];
+        pairs[i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+        pairs[i + 1] = __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    }
+    UNROLL for (int i = 0; i < 4; i += 2) {
+        u32 a = pairs[i / 2], b = pairs[i / 2 + 2];
+        to[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+        to[i + 1] = __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    }
+}
+
+// Attends from up to MOST_HEADS heads of a group to rows of codes.
+struct ScaledAttention {
+    const CodedAttention& in;
+    const Places at;
+    const bool ranged = in.codes.kind == INTEGERS;
+    const int heads, dim = in.codes.dim, width = in.width;
+    const int ranges = ranged ? in.codes.ranges : 1;
+    const int acc_width = width + (ranged ? ranges * LANES : 0);
+    const float key_middle, middle;  // of the integers of keys and of values; 0 if they are not taken less their middle
+    Buffer<float> q;    // [heads][width]
+    Buffer<float> acc;  // [MOST_HEADS][width, and a vector for each range]
+    State states[MOST_HEADS];
+    int64_t block = -1;                            // whose ranges of keys are in the queries that are laid out
+    alignas(LINE) float centers[MOST_HEADS] = {};  // what the middles of these ranges add to the logits
+    alignas(LINE) float scales[2 * MOST_RANGES][TOKENS];
+    alignas(LINE) float logits[MOST_HEADS][TOKENS];
+
+    // centered: whether a subclass takes integers less the middle of their range
+    ScaledAttention(const CodedAttention& in, int64_t sequence, int64_t group, int64_t head, int heads, bool centered)
+        : in(in), at(in.codes, sequence, group), heads(heads),
+          key_middle(centered && ranged ? ((1 << in.codes.key_bits) - 1) * 0.5f : 0),
+          middle(centered && ranged ? ((1 << in.codes.bits) - 1) * 0.5f : 0),
+          q(widened((const bf16*)in.q + ((sequence * in.groups + group) * in.heads + head) * width)),
+          acc(MOST_HEADS * acc_width) {
+        for (int h = 0; h < MOST_HEADS; h++) states[h] = {-INFINITY, f32{}, &acc[h * acc_width]};
+    }
+    virtual ~ScaledAttention() = default;
+
+    // Lays out queries times the step of each channel.
+    virtual void lay_out(const float* step) = 0;
+    // Writes the logits of a block, without what is common to all.
+    virtual void multiply_keys(int64_t first, int count) = 0;
+    // Adds the values of a block whose weights are in `logits`.
+    virtual void add_values(int64_t first, int count) = 0;
+    // Returns the sum of channel c.
+    virtual float sum_of(int head, int c) const = 0;
+
+    Buffer<float> widened(const bf16* from) const {
+        Buffer<float> to(heads * width);
+        for (int c = 0; c < heads * width; c += LANES) store(&to[c], widen(from + c));
+        return to;
+    }
+
+    // Attends to `count` rows from `first` on.
+    virtual void run(int64_t first, int64_t count, State* to) {
+        for (int64_t done = 0; done < count; done += TOKENS) {
+            const int n = std::min<int64_t>(TOKENS, count - done);
+            read_scales(first + done, n);
+            multiply_keys(first + done, n);
+            weigh_all(n);
+            add_values(first + done, n);
+        }
+        for (int h = 0; h < heads; h++) {
+            to[h].top = states[h].top, to[h].totals = states[h].totals;
+            for (int r = 0; r < ranges; r++) {
+                const float center = ranged ? sum(load<f32>(states[h].acc + width + r * LANES)) : 0;
+                for (int c = r * dim / ranges; c < (r + 1) * dim / ranges; c++)
+                    to[h].acc[channel(BF16{}, c)] = sum_of(h, c) + center;
+            }
+        }
+    }
+
+    // Reads the scales of rows [scales of a row][TOKENS]; behind the last row it repeats.
+    void read_scales(int64_t first, int count) {
+        const int bytes = 2 * (ranged ? 2 * ranges : in.codes.ranges);
+        for (int b = 0; b < bytes; b += 16)
+            for (int t = 0; t < TOKENS; t += LANES) {
+                u32 words[4];
+                auto row = [&](int i) { return at.v_range[first + std::min(t + i, count - 1)] + b; };
+                turn_four(row, std::min(16, bytes - b), words);
+                UNROLL for (int w = 0; w < 4; w++) {
+                    if (b + 4 * w >= bytes) break;
+                    const Half low = __builtin_convertvector(words[w], Half);
+                    const Half high = __builtin_convertvector(words[w] >> 16, Half);
+                    widen_halves(&low, LANES, scales[b / 2 + 2 * w] + t);
+                    widen_halves(&high, LANES, scales[b / 2 + 2 * w + 1] + t);
+                }
+            }
+    }
+
+    // Calls multiply(t, next) for the rows t to next - 1 of each block of ranges, with queries that are laid out for it.
+    template <class F> void each_block(int64_t first, int count, F multiply) {
+        for (int64_t t = 0, next; t < count; t = next) {
+            const int64_t of_row = (first + t) / in.codes.block;
+            next = std::min<int64_t>(count, (of_row + 1) * in.codes.block - first);
+            if (of_row != block) set_block(of_row);
+            multiply(t, next);
+        }
+    }
+
+    void set_block(int64_t to) {
+        alignas(LINE) float range[2 * MOST_DIM] = {};
+        widen_halves(at.k_range[block = to], 2 * dim, range);
+        lay_out(range + dim);
+        for (int c = 0; c < dim; c += LANES)
+            store(range + c, load<f32>(range + c) + load<f32>(range + dim + c) * key_middle);
+        for (int h = 0; h < heads; h++) {
+            f32 center = {};
+            for (int c = 0; c < dim; c += LANES) center += load<f32>(&q[h * width + c]) * load<f32>(range + c);
+            centers[h] = sum(center);
+        }
+    }
+
+    // Turns the logits of a block into weights.
+    void weigh_all(int count) {
+        for (int h = 0; h < heads; h++) {
+            for (int t = 0; t < TOKENS; t += LANES)
+                store(logits[h] + t, load<f32>(logits[h] + t) * ((float)in.scale * (float)M_LOG2E));
+            for (int t = count; t < TOKENS; t++) logits[h][t] = -INFINITY;
+            weigh(logits[h], states[h], acc_width);
+        }
+    }
+
+    // Calls put(head, weights of sixteen values, weights of the others) for values in one range, or all where rows have a
+    // scale each, and adds what their least numbers add.
+    template <class Put> void weigh_range(int range, Put put) {
+        const float* step = scales[ranged ? ranges + range : 1];
+        const f32 low = load<f32>(step), high = load<f32>(step + LANES);
+        const f32 low_center = load<f32>(scales[range]) + low * middle;
+        const f32 high_center = load<f32>(scales[range] + LANES) + high * middle;
+        for (int h = 0; h < heads; h++) {
+            f32 a = load<f32>(logits[h]), b = load<f32>(logits[h] + LANES);
+            put(h, a * low, b * high);
+            if (!ranged) continue;
+            float* center = states[h].acc + width + range * LANES;
+            store(center, load<f32>(center) + a * low_center + b * high_center);
+        }
+    }
+};
+
+}  // namespace
