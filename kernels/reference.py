@@ -189,12 +189,23 @@ def _rows_of(x: Tensor, rows: Tensor | None, groups: int) -> Tensor:
     return _of_groups(x, groups)
 
 
+def _replaced(out: Tensor, numbers: Tensor, new: Tensor) -> Tensor:
+    """Write new [B G K*n D] into `out` except where one of numbers [B G K] is negative."""
+    each = new.shape[2] // max(1, numbers.shape[2])
+    there = (numbers >= 0).repeat_interleave(each, 2).unsqueeze(3)
+    return out.copy_(torch.where(there, new, out.view(new.shape)).view(out.shape))
+
+
 @by_sequence
-def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
+def gather_rows(x: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
     """Copy rows (tokens) of each KV head. x [B G S D], rows [B G K] -> [B G K D]
+
+    out [B G K D], contiguous: they are written there; where a row is negative it stays as it is.
 
     They are read by one flat index_select over all heads' rows: ten times faster on a CPU than
     `gather` with an expanded index."""
+    if out is not None:
+        return _replaced(out, rows, gather_rows(x, rows.clamp(min=0)))
     if (flat := _flat_rows(x)) is None:
         return x.gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, x.shape[3]))
     return flat.index_select(0, _flat_index(x, rows)).view(*rows.shape, x.shape[3])
@@ -475,14 +486,20 @@ def pq_best(
 
 @by_sequence
 def rebuild_keys(
-    u: Tensor, basis: Tensor, chunks: Tensor, size: int, cos: Tensor, sin: Tensor
-) -> Tensor:
+    u: Tensor, basis: Tensor, chunks: Tensor, size: int, cos: Tensor, sin: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Rebuild the keys of chunks, each of `size` consecutive tokens, from low-rank factors, and
     rotate them.
 
     u [B S r], basis [B G r D], numbers of chunks [B G K], cos, sin [P R] -> [B G K * size D].
     ShadowKV (arXiv 2410.21465): a token's position is its row of u, of cos and of sin; both halves
-    of cos and sin are alike. Sequences that differ have cos, sin [1 P R]."""
+    of cos and sin are alike. Sequences that differ have cos, sin [1 P R].
+
+    out, contiguous: the keys are written there; where a chunk is negative it stays as it is."""
+    if out is not None:
+        new = rebuild_keys(u, basis, chunks.clamp(min=0), size, cos, sin)
+        return _replaced(out, chunks, new)
     positions = ops.token_rows(chunks, size)
     batch, groups, count = positions.shape
     cos, sin = cos.flatten(0, -2), sin.flatten(0, -2)

@@ -154,7 +154,8 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         self.settle()
         if self.method.hit_cache:
             may_wait = not (self.cache.counters.running or queues(self.request.device))
-            chosen = self.read_through(rows, self._rebuild, self.cache.traffic, may_wait=may_wait)
+            load_new = self._rebuild_new if may_wait else None
+            chosen = self.read_through(rows, self._rebuild, load_new, self.cache.traffic)
         else:
             chosen = self._rebuild(rows)
         return self.attend(x.q, self.store.since(0), chosen)
@@ -180,6 +181,21 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
         live = (chunks.sizes * size).on(chunks.device) if isinstance(chunks, Ragged) else None
         values = coming().view(*keys.shape[:2], -1, self.spec.value_channels)[:, :, : keys.shape[2]]
         return Segment(filled(keys), values, live=live)
+
+    def _rebuild_new(self, chunks: Tensor) -> None:
+        """Write keys and values of the tokens of chunks [B G K] into their places in the cache, none
+        where a chunk is -1."""
+        held = self.values
+        if isinstance(held, Rows | BatchedHostRows):
+            read = partial(held.gather_into, self.held_v, chunks)
+            coming = self.cache.fetch(read, early=True).wait
+        else:
+            coming = partial(ops.gather_rows, held, chunks, self.held_v)
+        table = self.rope_table
+        ops.rebuild_keys(
+            self.u, self.basis, chunks, self.method.chunk, table.cos, table.sin, self.held_k
+        )
+        coming()
 
     def observe(self, x: AttnInput) -> None:
         self.rope_table.note(x)

@@ -19,12 +19,12 @@ inline char* row_of(const CopyTiers& call, int64_t i) {
     return HeadRows(call.far, call.far_batch, call.far_group, call.far_row, call.table, sequence, group)[call.rows[i]];
 }
 
-// Calls f(row of x, row of the block) for all rows, in parallel.
+// Calls f(row of x, row of the block) for all rows, in parallel; a number below zero names none.
 template <class Call, class F> void each_row(const Call& call, const int64_t* counts, F f) {
     int64_t total = call.pairs * call.count, ahead = AHEAD / call.width + 1, per_task = TASK / call.width + 1;
     each_task((total + per_task - 1) / per_task, total * call.width > 2 * TASK, [&](int64_t task) {
         for (int64_t i = task * per_task; i < std::min(total, (task + 1) * per_task); i++) {
-            if (counts && i % call.count >= counts[i / call.count / call.groups]) continue;
+            if (call.rows[i] < 0 || (counts && i % call.count >= counts[i / call.count / call.groups])) continue;
             const char* later = row_of(call, std::min(i + ahead, total - 1));
             for (int64_t c = 0; c < call.width; c += LINE) __builtin_prefetch(later + c, 0, 2);
             f(row_of(call, i), (char*)call.block + i * call.width);

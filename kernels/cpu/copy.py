@@ -46,11 +46,14 @@ _library = load(
 )
 
 
-def gather_rows(x: Tensor | Ragged, rows: Tensor | Ragged) -> Tensor | Ragged:
+def gather_rows(
+    x: Tensor | Ragged, rows: Tensor | Ragged, out: Tensor | None = None
+) -> Tensor | Ragged:
     """Copy rows (tokens) of each KV head out of x [B G S D] at the indices rows [B G K], as
     kernels/reference.py defines it. -> [B G K D]"""
     chosen = filled(rows).long().contiguous()
-    out = torch.empty((*chosen.shape, first_of(x).shape[3]), dtype=x.dtype)
+    if out is None:
+        out = torch.empty((*chosen.shape, first_of(x).shape[3]), dtype=x.dtype)
     if out.numel():
         counts, sizes = counts_of(rows, out.device), _sizes(out, chosen)
         _library.gather_rows(
@@ -59,7 +62,7 @@ def gather_rows(x: Tensor | Ragged, rows: Tensor | Ragged) -> Tensor | Ragged:
     return with_sizes(out, rows)
 
 
-def gather_rows_refuses(x, rows):
+def gather_rows_refuses(x, rows, out=None):
     return _unfit(first_of(x))
 
 

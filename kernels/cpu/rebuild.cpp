@@ -25,8 +25,8 @@ struct Rows {
     template <class E> const E* at(int64_t i) const { return (const E*)(first + i * row); }
 };
 
-constexpr int ROWS = 32;        // rows of a block
-constexpr int64_t CHUNK = 512;  // rows of a task
+constexpr int ROWS = 32;       // rows of a block
+constexpr int64_t TASK = 512;  // rows of a task, about
 
 // Returns the words of `rank` channels, filled up to whole tiles.
 template <class T> int64_t whole_tiles(int64_t rank) { return (rank / T::PER_WORD + LANES - 1) / LANES * LANES; }
@@ -68,6 +68,11 @@ void products_on_tiles(const uint32_t* together, const uint32_t* b, int64_t stri
 template <class T, int H>
 void rebuild(const Call& call, const Buffer<uint32_t>& basis, int64_t pair, int64_t first, int64_t last) {
     using E = typename T::Element;
+    std::vector<int64_t> positions, places;  // of the rows, and where they go
+    for (int64_t i = pair * call.count + first; i < pair * call.count + last; i++)
+        for (int64_t t = 0; t < call.size && call.chunks[i] >= 0; t++)
+            positions.push_back(call.chunks[i] * call.size + t), places.push_back(i * call.size + t);
+    const int64_t count = positions.size();
     int64_t half = call.dim / 2, words = call.rank / T::PER_WORD;
     int64_t sequence = pair / call.groups;
     bool by_tiles = uses_tiles<T>();
@@ -76,22 +81,24 @@ void rebuild(const Call& call, const Buffer<uint32_t>& basis, int64_t pair, int6
     Tiles tiles(by_tiles);
     Rows u(call.u, call.u_row, call.u_table, sequence, call.u_batch);
     Rows turns(call.cos, call.cos_row, call.cos_table, sequence), tilts(call.sin, call.sin_row, call.sin_table, sequence);
-    for (int64_t at = first; at < last; at += ROWS) {
-        int n = std::min<int64_t>(ROWS, last - at);
+    auto ahead = [&](int64_t i) {  // rows are scattered: one is fetched for each that is written
+        int64_t next = positions[std::min(i, count - 1)];
+        fetch(u.at<E>(next), call.rank * sizeof(E));
+        fetch(turns.at<E>(next), half * sizeof(E));
+        fetch(tilts.at<E>(next), half * sizeof(E));
+    };
+    for (int64_t i = 0; i < std::min<int64_t>(ROWS, count); i++) ahead(i);
+    for (int64_t at = 0; at < count; at += ROWS) {
+        int n = std::min<int64_t>(ROWS, count - at);
         const uint32_t* rows[ROWS];
         const E *cos[ROWS], *sin[ROWS];
         for (int r = 0; r < ROWS; r++) {
-            int64_t position = call.positions[pair * call.count + at + std::min(r, n - 1)];
+            int64_t position = positions[at + std::min(r, n - 1)];
             rows[r] = u.at<uint32_t>(position);
             cos[r] = turns.at<E>(position);
             sin[r] = tilts.at<E>(position);
-            int64_t next = call.positions[pair * call.count + std::min(at + ROWS + r, last - 1)];
-            fetch(u.at<E>(next), call.rank * sizeof(E));
-            fetch(turns.at<E>(next), half * sizeof(E));
-            fetch(tilts.at<E>(next), half * sizeof(E));
         }
         for (int r = 0; r < ROWS && by_tiles; r++) std::memcpy(&together[r * filled], rows[r], 4 * words);
-        E* out = (E*)call.out + (pair * call.count + at) * call.dim;
         for (int64_t c = 0; c < half; c += H * LANES) {
             f32 sums[ROWS][2 * H];
             if (by_tiles)
@@ -99,6 +106,7 @@ void rebuild(const Call& call, const Buffer<uint32_t>& basis, int64_t pair, int6
             else
                 products<T, 2 * H>(rows, basis.data() + 2 * c, call.dim, words, sums);
             for (int r = 0; r < n; r++) {
+                if (c == 0) ahead(at + ROWS + r);
                 f32 low[H], high[H];
                 for (int i = 0; i < H; i++) {
                     f32 x = sums[r][i], y = sums[r][H + i];
@@ -106,7 +114,7 @@ void rebuild(const Call& call, const Buffer<uint32_t>& basis, int64_t pair, int6
                     low[i] = x * turn - y * tilt;
                     high[i] = y * turn + x * tilt;
                 }
-                E* to = out + r * call.dim + c;
+                E* to = (E*)call.out + places[at + r] * call.dim + c;
                 if (H == 2) {
                     narrow(to, low[0], low[H - 1]), narrow(to + half, high[0], high[H - 1]);
                 } else {
@@ -118,10 +126,11 @@ void rebuild(const Call& call, const Buffer<uint32_t>& basis, int64_t pair, int6
 }
 
 template <class T, int H> void run(const Call& call) {
-    int64_t pairs = call.batch * call.groups, chunks = (call.count + CHUNK - 1) / CHUNK;
-    each_task(pairs * chunks, pairs * call.count > 64, [&](int64_t task) {
-        int64_t pair = task / chunks, first = task % chunks * CHUNK, sequence = pair / call.groups;
-        int64_t last = std::min(first + CHUNK, call.counts ? call.counts[sequence] : call.count);
+    int64_t pairs = call.batch * call.groups, each = (TASK + call.size - 1) / call.size;
+    int64_t tasks = (call.count + each - 1) / each;
+    each_task(pairs * tasks, pairs * call.count * call.size > 64, [&](int64_t task) {
+        int64_t pair = task / tasks, first = task % tasks * each, sequence = pair / call.groups;
+        int64_t last = std::min(first + each, call.counts ? call.counts[sequence] : call.count);
         if (first >= last) return;
         auto pair_basis = (const typename T::Element*)call.basis + pair * call.rank * call.dim;
         if (const int64_t* at = call.basis_table ? call.basis_table + 3 * sequence : nullptr)

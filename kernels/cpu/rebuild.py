@@ -7,8 +7,7 @@ from torch import Tensor
 
 from kernels.cpu.ffi.bindings import Function, Struct, elements, int64s, integer
 from kernels.cpu.ffi.library import load
-from kernels.pages import token_rows
-from kernels.ragged import Ragged, counts_of, first_of, table_of, with_sizes
+from kernels.ragged import Ragged, counts_of, filled, first_of, table_of, with_sizes
 
 
 class RebuildKeys(Struct):
@@ -21,11 +20,13 @@ class RebuildKeys(Struct):
     sin = elements(strides="row")
     # of `Ragged`, in their place
     u_table = basis_table = cos_table = sin_table = int64s("batch * 3", optional=True)
-    positions = int64s("batch * groups * count")
-    # how many positions of each sequence are there; None: all
+    # below zero: none, and its place in `out` stays as it is
+    chunks = int64s("batch * groups * count")
+    # how many chunks of each sequence are there; None: all
     counts = int64s("batch", optional=True)
-    out = elements("batch * groups * count * dim", written=True)
+    out = elements("batch * groups * count * size * dim", written=True)
     batch = groups = count = rank = dim = integer()
+    size = integer()  # positions of a chunk
 
 
 _library = load(
@@ -35,26 +36,28 @@ _library = load(
 
 def rebuild_keys(
     u: Tensor | Ragged, basis: Tensor | Ragged, chunks: Tensor | Ragged, size: int, cos: Tensor | Ragged,
-    sin: Tensor | Ragged,
+    sin: Tensor | Ragged, out: Tensor | None = None,
 ) -> Tensor | Ragged:  # fmt: skip
     """Rebuild the keys of chunks [B G K] of `size` tokens, [B G K * size D], from their low-rank
     factors u [B S r] and basis [B G r D], and rotate them by cos and sin, as kernels/reference.py
     defines it."""
     groups, rank, dim = first_of(basis).shape[1:]
+    numbers = filled(chunks).long().contiguous()
+    batch, _, count = numbers.shape
     sizes = chunks.sizes * size if isinstance(chunks, Ragged) else 0
-    places = token_rows(chunks, size).long().contiguous()
-    out = places.new_empty((*places.shape, dim), dtype=u.dtype)
+    if out is None:
+        out = numbers.new_empty((batch, groups, count * size, dim), dtype=u.dtype)
     if out.numel():
         _library.rebuild_keys(
             u=first_of(u), basis=first_of(basis).contiguous(), cos=_angles(cos), sin=_angles(sin), u_table=table_of(u),
-            basis_table=table_of(basis), cos_table=table_of(cos), sin_table=table_of(sin), positions=places,
-            counts=counts_of(sizes, out.device), out=out, batch=len(places), groups=groups,
-            count=places.shape[2], rank=rank, dim=dim,
+            basis_table=table_of(basis), cos_table=table_of(cos), sin_table=table_of(sin), chunks=numbers,
+            counts=counts_of(chunks, out.device), out=out, batch=batch, groups=groups, count=count, rank=rank, dim=dim,
+            size=size,
         )  # fmt: skip
     return with_sizes(out, sizes)
 
 
-def rebuild_keys_refuses(u, basis, chunks, size, cos, sin):
+def rebuild_keys_refuses(u, basis, chunks, size, cos, sin, out=None):
     factors = (u, basis, cos, sin)
     if len({isinstance(x, Ragged) for x in factors}) > 1 or (
         isinstance(chunks, Ragged) and not isinstance(u, Ragged)

@@ -27,11 +27,11 @@ float log_sum_exp(const float* x, int64_t count, float scale) {
     return (top + std::log2(sum(total))) * (float)M_LN2;
 }
 
-// Multiplies TOKENS rows of L lines, `row` bytes apart, with `heads` queries on tiles, which hold the queries word by word,
-// filled up to `filled` heads.
+// Multiplies TOKENS rows of L lines, `row` bytes apart, on tiles with the queries of `heads` heads. These are
+// transposed: each of their words in turn, of all heads, which are filled up to `filled`.
 template <int L>
-void products_on_tiles(const uint32_t* queries, int64_t filled, int64_t heads, const char* rows, int64_t row, float* out,
-                       int64_t stride) {
+void products_on_tiles(const uint32_t* queries, int64_t filled, int64_t heads, const char* rows, int64_t row,
+                       float* out, int64_t stride) {
     for (int64_t first = 0; first < heads; first += LANES) {
         u32 sums[TOKENS];
         SETTLE_MEMORY;
@@ -48,7 +48,8 @@ void products_on_tiles(const uint32_t* queries, int64_t filled, int64_t heads, c
         TILE_STORE(1, sums + LANES, LINE);
         for (int t = 0; t < TOKENS; t += LANES) {
             transpose(sums + t);
-            for (int64_t h = first; h < std::min(first + LANES, heads); h++) store(out + h * stride + t, sums[t + h - first]);
+            for (int64_t h = first; h < std::min(first + LANES, heads); h++)
+                store(out + h * stride + t, sums[t + h - first]);
         }
     }
 }

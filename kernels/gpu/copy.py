@@ -22,6 +22,7 @@ from kernels.gpu.common import (
 )
 from kernels.ragged import Ragged, filled, first_of, with_sizes
 
+NEW_ALONE = "writes to a new tensor alone"  # why it refuses to write where the caller says
 _TILE = 2048  # entries that a program writes into rows
 # Bytes of a tile that is read, and programs where rows come over the bus, of which each has asked for two tiles. So
 # 384 KiB are on their way, enough for a bus of 55 GB/s that answers after 2 us, and most multiprocessors are free for
@@ -31,14 +32,16 @@ _READ_TILE, _BUS_PROGRAMS = 8192, 24
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def gather_rows(x: Tensor | Ragged, rows: Tensor | Ragged) -> Tensor | Ragged:
+def gather_rows(
+    x: Tensor | Ragged, rows: Tensor | Ragged, out: Tensor | None = None
+) -> Tensor | Ragged:
     """Copy rows (tokens) of each KV head out of x [B G S D] at the indices rows [B G K], as
     kernels/reference.py defines it. -> [B G K D]"""
     return gather_tiers(x, rows, None, None)
 
 
-def gather_rows_refuses(x, rows):
-    return gather_tiers_refuses(x, rows, None, None)
+def gather_rows_refuses(x, rows, out=None):
+    return NEW_ALONE if out is not None else gather_tiers_refuses(x, rows, None, None)
 
 
 def gather_tiers(

@@ -22,6 +22,7 @@ from kernels.gpu.common import (
     unfit_heads,
     unfit_shape,
 )
+from kernels.gpu.copy import NEW_ALONE
 from kernels.ragged import Ragged, filled, first_of
 
 _BLOCK = tl.constexpr(64)  # keys
@@ -30,7 +31,7 @@ _RANKS = tl.constexpr(32)  # ranks that are taken at once
 
 def rebuild_keys(
     u: Tensor | Ragged, basis: Tensor | Ragged, chunks: Tensor | Ragged, size: int, cos: Tensor | Ragged,
-    sin: Tensor | Ragged,
+    sin: Tensor | Ragged, out: Tensor | None = None,
 ) -> Tensor | Ragged:  # fmt: skip
     """Rebuild the keys of chunks [B G K] of `size` tokens, [B G K * size D], from their low-rank
     factors u [B S r] and basis [B G r D], and rotate them by cos and sin, as kernels/reference.py
@@ -58,7 +59,9 @@ def rebuild_keys(
     return Ragged.filled_up(out, chunks.sizes * size) if isinstance(chunks, Ragged) else out
 
 
-def rebuild_keys_refuses(u, basis, chunks, size, cos, sin):
+def rebuild_keys_refuses(u, basis, chunks, size, cos, sin, out=None):
+    if out is not None:
+        return NEW_ALONE
     rows, bases, turns, tilts = map(first_of, (u, basis, cos, sin))
     if any(x.stride(-1) != 1 for x in (rows, turns, tilts)):
         return "needs the entries of a row side by side"

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels import ops
 from kernels.per_sequence import PerSequence, most_of
 from kernels.ragged import Ragged, filled
 from kernels.reference import Segment, without_missing
@@ -19,6 +18,8 @@ from methods.tiers.traffic import Traffic
 
 # chunks [B G K], and their slots -> their K*size tokens
 Load = Callable[[Tensor | Ragged, Tensor | None], Segment]
+# chunks [B G K] that are written into the places of the cache, none where one is -1
+LoadNew = Callable[[Tensor], None]
 
 
 class HitCache:
@@ -26,11 +27,10 @@ class HitCache:
     step, so that chunks chosen again are not loaded. It is a base class for policies. A chunk has
     `size` tokens, and there are `total` to choose from.
 
-    New chunks take the places of chunks that are no longer chosen. Where the host may wait to learn
-    how many are new, all heads load as many as the head with most new ones, some of them chunks
-    that they hold already, and all that is loaded counts as moved. Where it may not wait (in
-    captured steps) or sequences choose different numbers, every head stores all its K chunks anew:
-    those that are held are copied on the device, and only the new ones count as moved."""
+    On a CPU, new chunks are written into the places of chunks that are no longer chosen. On a GPU,
+    where the host must not wait to learn which are new, or if sequences choose different numbers,
+    every head stores all its K chunks anew: those that are held are copied on the device, and only
+    the new ones count as moved."""
 
     size: int
     total: int | PerSequence
@@ -53,16 +53,16 @@ class HitCache:
         return most_of(self.total)
 
     def read_through(
-        self, chunks: Tensor | Ragged, load: Load, traffic: Traffic, *, may_wait: bool
+        self, chunks: Tensor | Ragged, load: Load, load_new: LoadNew | None, traffic: Traffic
     ) -> Segment:
         """Return keys and values of the chosen chunks [B G K], whose order may change, and hold
         these chunks from now on. `traffic` counts how many were asked for and how many were held
-        already. `load` loads the others. If the host must not wait to learn which these are
-        (`may_wait` is false, as in captured steps), `load` is called for all chunks with the places
-        of those that are held, which need not move."""
-        if may_wait and not isinstance(chunks, Ragged):
+        already. `load_new` writes the others into `held_k` and `held_v`. Without it, as in captured
+        steps, whose host must not wait to learn which these are, `load` is called for all chunks
+        with the places of those that are held, which need not move."""
+        if load_new is not None and not isinstance(chunks, Ragged):
             traffic.looked_up += chunks.numel()
-            traffic.found += chunks.numel() - self._load_missing(chunks, load)
+            traffic.found += chunks.numel() - self._load_missing(chunks, load_new)
             return self._tokens(chunks)
         if isinstance(chunks, Ragged):
             whole = without_missing(as_wide(chunks.whole, self.held.shape[2], 2), chunks.counts, 0)
@@ -77,28 +77,18 @@ class HitCache:
         self._hold_all(chunks, *(as_wide(x, tokens, 2) for x in loaded[:2]))
         return self._tokens(chunks)
 
-    def _load_missing(self, chunks: Tensor, load: Load) -> int:
+    def _load_missing(self, chunks: Tensor, load_new: LoadNew) -> int:
         """Load the chunks [B G K] that are not held, and return how many these are."""
-        nowhere = torch.zeros(
-            *chunks.shape[:2], self._none + 1, dtype=torch.bool, device=chunks.device
-        )
+        nowhere = torch.zeros(*chunks.shape[:2], self._none + 1, dtype=torch.bool)
         new = ~nowhere.scatter(2, self.held, True).gather(2, chunks)
-        free = ~nowhere.scatter(2, chunks, True).gather(2, self.held)
-        per_head = new.sum(2)
-        count, missed = torch.stack([per_head.max(), per_head.sum()]).tolist()
-        if count == chunks.shape[2]:
-            self._hold_all(chunks, *load(chunks, None)[:2])
-        elif count:
-            # the free ones first, then places that stay as they are
-            places = free.int().topk(count).indices
-            incoming = chunks.gather(2, new.int().topk(count).indices)
-            incoming = torch.where(free.gather(2, places), incoming, self.held.gather(2, places))
-            self.held.scatter_(2, places, incoming)
-            for kept, fresh in zip(
-                (self.held_k, self.held_v), load(incoming, None)[:2], strict=True
-            ):
-                ops.put_rows(kept, places, fresh.view(*incoming.shape, -1))
-        return int(missed)
+        free = ~nowhere.scatter_(2, chunks, True).gather(2, self.held)
+        missing = chunks[new]
+        if len(missing):
+            # each head frees as many places as it has new chunks
+            incoming = torch.full_like(chunks, -1).masked_scatter_(free, missing)
+            load_new(incoming)
+            self.held[free] = missing
+        return len(missing)
 
     def _slots(self, chunks: Tensor | Ragged) -> Tensor:
         """Return for each of chunks [B G K] in which place it is held, -1 if it is not. Chunks that

@@ -97,6 +97,12 @@ class Rows(ABC):
         stored = self._all()
         return self._send(ops.gather_rows(stored, rows.to(stored.device)), traffic)
 
+    def gather_into(self, out: Tensor, rows: Tensor, traffic: Traffic) -> None:
+        """Write chosen rows into out [B G K W], which is contiguous and on the device, a CPU. Where
+        rows [B G K] are negative, it stays as it is."""
+        ops.gather_rows(self._all(), rows, out)
+        self._send(out.flatten(0, 2)[: int((rows >= 0).sum())], traffic)  # so that they count
+
     def columns(self, columns: Tensor, count: int, traffic: Traffic) -> Tensor:
         """Return chosen columns of the first `count` rows on the device, columns [B G N] ->
         [B G N count]."""

@@ -250,7 +250,9 @@ def gather_rows() -> Iterator[OpCase]:
     for name, (batch, _, groups, dim, count) in SHAPES.items():
         for chosen in (0, max(1, count // 2)):
             rows = pick(6, batch, groups, count, chosen)
-            yield OpCase("gather_rows", f"{name}-{chosen}", (stored(5, batch, groups, count, dim), rows))
+            args = stored(5, batch, groups, count, dim), rows
+            yield OpCase("gather_rows", f"{name}-{chosen}", args)
+            yield OpCase("gather_rows", f"{name}-{chosen}-into", (args[0], rows - 1, random(7, *rows.shape, dim)))
     yield OpCase("gather_rows", "inner-view", (stored(5, 2, 3, 40, 32)[:, :, 7:], pick(6, 2, 3, 33, 9)))
     yield OpCase("gather_rows", "expanded", (stored(5, 2, 1, 40, 32).expand(-1, 3, -1, -1), pick(6, 2, 3, 40, 9)))
     yield OpCase("gather_rows", "by-token", (random(5, 2, 40, 3, 32).transpose(1, 2), pick(6, 2, 3, 40, 9)))
@@ -549,11 +551,12 @@ def rebuild_keys() -> Iterator[OpCase]:
     for name, (batch, _, groups, dim, count) in SHAPES.items():
         for rank, chosen in ((10, 1), (26, max(1, count // 2)), (10, 0)):
             angles = random(1, count, dim // 2).repeat(1, 2)
-            u = random(2, batch, count, rank + 2)[..., :rank]
             size = 1 if count < 9 else 1 + rank % 7
             chunks = pick(4, batch, groups, count // size, max(1, chosen // size) if chosen else 0)
-            args = (u, random(3, batch, groups, rank, dim), chunks, size)
-            yield OpCase("rebuild_keys", f"{name}-rank{rank}-{chosen}", (*args, angles.cos(), angles.sin()))
+            u, basis = random(2, batch, count, rank + 2)[..., :rank], random(3, batch, groups, rank, dim)
+            args, out = (size, angles.cos(), angles.sin()), random(5, *chunks.shape[:2], chunks.shape[2] * size, dim)
+            yield OpCase("rebuild_keys", f"{name}-rank{rank}-{chosen}", (u, basis, chunks, *args))
+            yield OpCase("rebuild_keys", f"{name}-rank{rank}-{chosen}-into", (u, basis, chunks - 1, *args, out))
     angles = random(1, 40, 16).repeat(1, 2)
     args = (random(2, 1, 40, 10), random(3, 1, 2, 10, 48), pick(4, 1, 2, 40, 9), 1)
     yield OpCase("rebuild_keys", "32-of-48-turned", (*args, angles.cos(), angles.sin()))

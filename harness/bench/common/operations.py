@@ -80,7 +80,7 @@ def _estimated_logits(q: Tensor, keys: KeyCodes, rows: Tensor) -> int:
 
 
 def _rebuild_keys(
-    u: Tensor, basis: Tensor, chunks: Tensor, size: int, cos: Tensor, sin: Tensor
+    u: Tensor, basis: Tensor, chunks: Tensor, size: int, cos: Tensor, sin: Tensor, *_: Any
 ) -> int:
     of_token = u.shape[2] + cos.shape[1] + sin.shape[1]
     return chunks.numel() * size * of_token * u.element_size() + _whole(basis)
