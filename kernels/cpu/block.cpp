@@ -392,4 +392,4 @@ EXPORT int64_t is_fast_in_bfloat16() {
 }
 
 // Says whether the products of many sequences in bf16 run on tiles.
-EXPORT int64_t has_tiles_for_bfloat16() { return has_tiles(); }
+EXPORT int64_t is_on_tiles() { return has_tiles(); }

@@ -93,7 +93,7 @@ _library = load(
     Function("token_logits", HeadWeights, TokenLogits),
     Function("is_fast_in_float32", returns="int64_t"),
     Function("is_fast_in_bfloat16", returns="int64_t"),
-    Function("has_tiles_for_bfloat16", returns="int64_t"),
+    Function("is_on_tiles", returns="int64_t"),
 )
 
 FAST = {
@@ -102,7 +102,7 @@ FAST = {
 }
 _MOST = {
     torch.float32: MOST_SEQUENCES,
-    torch.bfloat16: MOST_ON_TILES if _library.has_tiles_for_bfloat16() else MOST_SEQUENCES,
+    torch.bfloat16: MOST_ON_TILES if _library.is_on_tiles() else MOST_SEQUENCES,
 }
 _LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 _NAME = "cpu"  # under which blocks and heads keep their packed weights
