@@ -100,9 +100,9 @@ def resolve(wanted: Settings, given: Method, info: ModelInfo) -> Resolved:
         changes |= {key: NEUTRAL[key] for key in keys if "." not in key}
     settings = replace(wanted, **changes)
     budget = _budget(settings, method, info)
-    given = abilities_of(settings, budget)
-    refuse(method, given)
-    for one in given:
+    abilities = abilities_of(settings, budget)
+    refuse(method, abilities)
+    for one in abilities:
         try:
             one.check_model(shapes(info)[0])
         except ValueError as error:
