@@ -21,6 +21,7 @@ gives it to methods."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import TypeVar
 
 from methods.abilities.bounded_answer import BoundedAnswer, CountedAnswer
@@ -66,10 +67,10 @@ def ability(method: Method, kind: type[A]) -> A | None:
 
 
 def refuse(method: Method, given: Sequence[Ability]) -> None:
-    """Raise `ValueError` if `method` cannot have one of the abilities that settings gave it."""
-    abilities = (*method.abilities, *given)
-    for one in given:
-        apart = (APART.get((type(own), type(one))) for own in abilities)
+    """Raise `ValueError` if `method` cannot have one of the abilities that settings gave it. What it
+    cannot have at all is said before what cannot have one another."""
+    for others, one in product((method.abilities, given), given):
+        apart = (APART.get((type(own), type(one))) for own in others)
         why = next((reason for reason in apart if reason), None) or one.refusal(method)
         if why is not None:
             raise one.error(method, why)

@@ -22,6 +22,7 @@ from kernels.dispatch import use_backend
 from methods.abilities import refuse
 from methods.abilities.evict_every import EvictEvery
 from methods.abilities.keep_generated import NEWEST, KeepGenerated, KeepRandom, KeepScored
+from methods.abilities.mass import Mass
 from methods.adakv import AdaKV
 from methods.base import AttnInput, Budget, LayerWorkload, Method
 from methods.full import Full
@@ -334,7 +335,7 @@ def test_the_formula_says_what_is_held(name: str, tokens: int) -> None:
 def test_methods_that_do_not_evict_by_a_rule_of_their_own_refuse_by_name(name: str) -> None:
     method, why = small(name), "it drops rows at times of its own" if name == "tova" else ""
     with pytest.raises(ValueError, match=f"^{type(method).__name__} takes no evict_every={EVERY}, for {why}"):
-        refuse(method, RANKED)
+        refuse(method, (Mass(0.9), *RANKED) if Mass.refusal(method) is None else RANKED)
 
 
 @pytest.mark.parametrize("method", [Oracle(), Streaming(), Full()])
