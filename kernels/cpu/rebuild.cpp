@@ -46,6 +46,7 @@ template <class T, int H> Buffer<uint32_t> arrange(const typename T::Element* ba
 
 inline void fetch(const void* from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch((const char*)from + i, 0, 2);
+    asm volatile("");  // an effect: gcc 12 leaves out calls of what only prefetches
 }
 
 // Multiplies ROWS rows of `words` words with V vectors of every row of b, `stride` words apart.
