@@ -302,8 +302,9 @@ def explain(error: HydraException) -> str:
         if group == "model" and ("/" in name or Path(name).is_dir()):
             return f"There is no preset {name}; for a model of the hub or a folder write model=hf model.name={name}."
         own = f"One of your own needs --config-dir=FOLDER, and its file FOLDER/{group}/{name}.yaml."
-        # those with an underscore are what experiments share
-        known = [option for option in error.options or [] if not option.startswith("_")]
+        # Hydra names no files of subfolders; those with an underscore are what experiments share
+        named = {*(error.options or []), *entries(group)}
+        known = [option for option in named if not Path(option).name.startswith("_")]
         return f"There is no {group} {name!r}{suggestion(name, known)} {own}"
     if isinstance(error, OverrideParseException):
         return _unread(error.override)
