@@ -141,7 +141,9 @@ std::unique_ptr<ScaledAttention> scaled_of(const CodedAttention& in, int64_t seq
     // one head saves less on tiles than it takes to make bf16 numbers of 8 bits, and few heads fill no tile
     const bool on_tiles = uses_tiles<T>() && (in.heads > 1 || in.codes.bits < 8);
 #if defined(__AVX512BW__)
-    if (!on_tiles || in.heads <= 4)
+    const bf16* q = (const bf16*)in.q + (sequence * in.groups + group) * in.heads * in.width;
+    const bool has_nan = std::any_of(q, q + in.heads * in.width, [](bf16 x) { return (x & 0x7fff) > 0x7f80; });
+    if (!has_nan && (!on_tiles || in.heads <= 4))  // there is no whole number for it
         of_formats(in.codes, [&](auto key, auto value) {
             using Key = decltype(key);
             using Value = decltype(value);

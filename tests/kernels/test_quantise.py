@@ -35,7 +35,7 @@ BITS = pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("spread", "offset"), [(1.0, 0.0), (20.0, 300.0), (1e-3, -7.0), (0.0, 0.1)])
 def test_no_number_is_off_by_more_than_half_a_step(bits: int, dtype: torch.dtype, spread: float, offset: float) -> None:
-    x = (torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0)) * spread + offset).to(dtype)
+    x = (random(0, 3, 5, 64) * spread + offset).to(dtype)
     codes, least, step, _ = quantise(x.unflatten(-1, (2, 32)), bits)
     back = dequantise(pack(codes.flatten(-2), bits), least, step, bits, torch.float32)
     error = (back - x.float()).unflatten(-1, (2, 32)).abs().amax(-1)
@@ -48,15 +48,12 @@ def test_no_number_is_off_by_more_than_half_a_step(bits: int, dtype: torch.dtype
 def test_packed_codes_take_their_bits(bits: int) -> None:
     codes = torch.randint(0, 2**bits, (3, 7, 32), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
     packed = pack(codes, bits)
-    assert packed.dtype == torch.uint8
-    assert packed.nbytes == codes.numel() * bits // 8
+    assert (packed.dtype, packed.nbytes) == (torch.uint8, codes.numel() * bits // 8)
     assert torch.equal(unpack(packed, bits, torch.float32), codes.float())
 
 
 def test_a_bound_is_rounded_down_to_the_next_fp16() -> None:
-    x = torch.cat(
-        [torch.randn(1000, generator=torch.Generator().manual_seed(2)) * 1000, torch.tensor([0.0, -1e-9, 1e-9])]
-    )
+    x = torch.cat([random(2, 1000) * 1000, torch.tensor([0.0, -1e-9, 1e-9])])
     low = rounded_down(x)
     assert bool((low.float() <= x).all())
     assert bool((-rounded_down(-x)).float().ge(x).all())
@@ -112,10 +109,8 @@ def test_interpreted_kernels_write_the_same_bits(bits: int, value_bits: int, dty
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled here: test_ops.py compares them")
-    k, v = (
-        random(seed, 2, 2, 96, 64) * 2.0 ** random(seed + 2, 2, 2, 96, 64).mul(3).round().clamp(-9, 9)
-        for seed in (1, 2)
-    )
+    shape = 2, 2, 96, 64
+    k, v = (random(i, *shape) * 2.0 ** random(i + 2, *shape).mul(3).round().clamp(-9, 9) for i in (1, 2))
     for x in (k, v):
         x[0, 0, :32], x[0, 1, :16], x[0, 1, 16:32] = 0.1, 60000.0, -60000.0
         x[0, 1, 32:64] *= 1e-8
@@ -144,13 +139,18 @@ def test_codes_and_other_tokens_are_one_softmax(sinks: Tensor | None) -> None:
     assert_close(sink_logits.segment_attention(q, [codes, late], 0.1, sinks).double(), wanted, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_a_query_that_is_no_number_spoils_its_head_alone(backend: str) -> None:
+    q, (codes, _) = random(3, 1, 18, 1, 64).bfloat16(), encode_levels(*random(1, 2, 1, 1, 70, 64), 4, None)
+    q[0, 2, 0, 5] = float("nan")
+    with use_backend(backend):
+        out, _ = ops.coded_attention(q, [codes], 0.1)
+    assert out.isfinite().all(-1).flatten().tolist() == [head != 2 for head in range(18)]
+
+
 # Levels of few bits: the best ones for random directions, packed densely, and right on average with a residual bit.
 
 GAUSSIAN = {1: 0.3634, 2: 0.1175, 3: 0.03454, 4: 0.009497}  # the least errors of a normal number (Max, 1960)
-
-
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("bits", GAUSSIAN)
@@ -167,7 +167,7 @@ def test_levels_are_the_best_known(bits: int) -> None:
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_a_large_channel_does_not_raise_the_error(dim: int, bits: int) -> None:
     """It is no larger than that of normal numbers. Bytes are dense, those of 3 bits too."""
-    x = drawn(2, 3, 400, dim)
+    x = random(0, 2, 3, 400, dim)
     x[..., 3] += 10
     codec = turboquant(bits)
     stored = codec.encode(x, x)
@@ -182,7 +182,7 @@ def test_a_large_channel_does_not_raise_the_error(dim: int, bits: int) -> None:
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_a_residual_bit_makes_products_right_on_average(bits: int) -> None:
     """Over many matrices the mean product with a query is the exact one; without the bit it is too small."""
-    k, q = drawn(1, 1, 40, 64), drawn(64, seed=1)
+    k, q = random(0, 1, 1, 40, 64), random(1, 64)
     k += 0.2 * q  # products that are not zero on average
     exact, products = k @ q, []
     for seed in range(400):
@@ -212,8 +212,8 @@ def test_a_rotation_can_be_undone_and_spreads_what_is_large(dim: int) -> None:
 def test_a_rotated_query_reads_what_decoded_tokens_say(codec: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the tokens are decoded in pieces."""
     monkeypatch.setattr("kernels.coded.DECODED_AT_ONCE", 10)
-    k, v, q = drawn(2, 2, 24, 32), drawn(2, 2, 24, 32, seed=1), drawn(2, 4, 1, 32, seed=2)
-    late = Segment(drawn(2, 2, 5, 32, seed=3), drawn(2, 2, 5, 32, seed=4))
+    k, v, q = random(0, 2, 2, 24, 32), random(1, 2, 2, 24, 32), random(2, 2, 4, 1, 32)
+    late = Segment(random(3, 2, 2, 5, 32), random(4, 2, 2, 5, 32))
     stored: Encoded = codec.encode(k, v)  # type: ignore[attr-defined]
     decoded = Segment(*codec.decode_whole(stored, torch.float32))  # type: ignore[attr-defined]
     found = segment_attention_with_lse(q, [codec.segment(stored, torch.float32), late], 0.2, None)  # type: ignore[attr-defined]
