@@ -185,17 +185,12 @@ class ShadowRead(HitCache, Read[ChunkPlan], capturable=True, of_each=OF_EACH):
     def _rebuild_new(self, chunks: Tensor) -> None:
         """Write keys and values of the tokens of chunks [B G K] into their places in the cache, none
         where a chunk is -1."""
-        held = self.values
-        if isinstance(held, Rows | BatchedHostRows):
-            read = partial(held.gather_into, self.held_v, chunks)
-            coming = self.cache.fetch(read, early=True).wait
-        else:
-            coming = partial(ops.gather_rows, held, chunks, self.held_v)
-        table = self.rope_table
+        read = partial(cast(Rows, self.values).gather_into, self.held_v, chunks)
+        coming, table = self.cache.fetch(read, early=True), self.rope_table
         ops.rebuild_keys(
             self.u, self.basis, chunks, self.method.chunk, table.cos, table.sin, self.held_k
         )
-        coming()
+        coming.wait()
 
     def observe(self, x: AttnInput) -> None:
         self.rope_table.note(x)

@@ -67,12 +67,6 @@ class BatchedHostRows:
         # plain torch returns only existing rows
         return pad(whole, (0, 0, 0, lacking)) if lacking else whole
 
-    def gather_into(self, out: Tensor, rows: Tensor, traffic: Traffic) -> None:
-        """Write chosen rows into out [B G K W], as `Rows.gather_into` does."""
-        ops.gather_rows(self.rows, rows, out)
-        row_bytes = out.shape[3] * out.element_size()
-        traffic.tally("to_device_bytes", (rows >= 0).sum((1, 2)) * row_bytes)
-
     def in_place(self, count: int, traffic: Traffic) -> Tensor:
         """Return all rows [B G C W], for an operation that reads `count` chosen rows of each head
         in place; only the bytes of these count as moved. Sequences differ in the width W of their
