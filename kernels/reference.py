@@ -201,6 +201,7 @@ def gather_rows(x: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
     """Copy rows (tokens) of each KV head. x [B G S D], rows [B G K] -> [B G K D]
 
     out [B G K D], contiguous: they are written there; where a row is negative it stays as it is.
+    Without `out` no row may be negative, and backends need not notice one.
 
     They are read by one flat index_select over all heads' rows: ten times faster on a CPU than
     `gather` with an expanded index."""
