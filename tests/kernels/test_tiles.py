@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from kernels import block as reference
 from kernels import ops
+from kernels.cpu.ffi import library
 from kernels.dispatch import REFERENCE
 from tests.kernels.op_cases import OpCase, cases, converted, random
 from tests.kernels.test_block import close, drawn
@@ -21,15 +22,18 @@ OPS = {op.name: op for op in ops.ALL}
 COMPUTED = ("prefill_attention", "prefill_attention_with_column_sums", "column_sums", "windowed_attention")
 OTHERS = {"coded_attention": "coded", "row_scores": "scores", "page_scores": "scores", "rebuild_keys": "rebuild"}
 BF16 = torch.bfloat16
+MODULES = ("alike", "block", "coded", "prefill", "rebuild", "scores")
 PROMPTS = ("long-qwen3-prompt", "long-wide-prompt", "many-sequences")  # and steps that the compiled products take
 
 
 @cache
 def built(name: str) -> ModuleType:
-    """Return a second instance of a module of kernels.cpu, with a library of its own that computes tiles in C++."""
+    """Return a second instance of a module of kernels.cpu, with a library of its own that computes tiles in
+    C++. To compile it takes longer than to run it, so the compiler optimises little."""
     pytest.importorskip(f"kernels.cpu.{name}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KV_HARNESS_PLAIN_TILES", "1")
+        patch.setattr(library, "FLAGS", [*library.FLAGS, "-O1"])
         if platform.machine() == "x86_64":
             patch.setenv("KV_HARNESS_MARCH", "x86-64-v3")
         spec = find_spec(f"kernels.cpu.{name}")
