@@ -2,7 +2,7 @@
 
 `python -m tests.instruction_sets` (`make test-cpus`) runs them under each of `SETTINGS`, or under those that are named,
 as in `python -m tests.instruction_sets "MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default"`; `--few` takes the stored
-tokens and the quick tests that every method goes through. MKL heeds MKL_ENABLE_INSTRUCTIONS on Intel alone, and
+tokens and the contract of every method. MKL heeds MKL_ENABLE_INSTRUCTIONS on Intel alone, and
 KV_HARNESS_MARCH is for the C++ kernels: on a CPU that does not heed a setting, its tests repeat the first ones.
 """
 
@@ -19,11 +19,7 @@ ROOT = Path(__file__).parents[1]
 TOKENS = ("-m", "tokens and not slow")
 CPU = ("-m", "not slow", "-k", "tokens or cpu or compiled")  # the kernels in C++ as well
 BF16 = ("-m", "not slow", "-k", "bf16 or bfloat16")  # names, parameters and marks
-FEW = (
-    "tests/test_stored_tokens.py", "tests/methods/test_contract.py", "tests/methods/test_hybrid_models.py",
-    "tests/harness/cachedattention/turns/test_caches.py", "tests/harness/engine/test_generate.py",
-    "tests/harness/engine/test_hf.py",
-)  # fmt: skip
+FEW = "tests/test_stored_tokens.py", "tests/methods/test_contract.py"
 SETTINGS = {  # the variables of a setting, and the tests that run under it
     "": TOKENS,
     "MKL_ENABLE_INSTRUCTIONS=AVX2": TOKENS,

@@ -30,7 +30,6 @@ def generated(model: PreTrainedModel, ids: torch.Tensor, **more: object) -> list
     return out[:, ids.shape[1] :].tolist()
 
 
-@pytest.mark.tokens
 def test_the_keywords_of_attached_are_shown() -> None:
     shown = signature(attached).parameters
     assert list(shown)[:3] == ["model", "method", "budget"]
