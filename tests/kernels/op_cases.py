@@ -507,9 +507,9 @@ def carrying() -> Iterator[OpCase]:
 
 def log_sum_exps() -> Iterator[OpCase]:
     """Of whole segments, and of one of which some tokens exist."""
-    for group, dim in ((3, 96), (1, 64)):
+    for group, dim, count in ((3, 96, 1100), (1, 64, 1100), (2, 16, 90)):
         q = random(1, 2, 2, group, dim)
-        parts = [Segment(k, k) for k in (stored(2, 2, 2, 3, dim), stored(3, 2, 2, 1100, dim))]
+        parts = [Segment(k, k) for k in (stored(2, 2, 2, 3, dim), stored(3, 2, 2, count, dim))]
         some = parts[1]._replace(live=torch.tensor([70, 0]))
         yield OpCase("log_sum_exps", f"g{group}", (q, [*parts, some], 0.3))
 
