@@ -241,10 +241,9 @@ def test_values_that_a_step_changes_in_place_end_the_run(budget: float) -> None:
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize("name", [*METHODS, "merge", "cam"])
-def test_sequences_in_slots_get_what_each_gets_alone(name: str) -> None:
+@pytest.mark.parametrize(("method", "abilities"), [(Merge(), ()), (TOVA(), (CaM("cam"),))], ids=["own", "cam"])
+def test_sequences_in_slots_get_what_each_gets_alone(method: Method, abilities: Any) -> None:
     """Each drops rows at steps of its own; where all of it fits, steps are shared."""
-    method, abilities = {**METHODS, "merge": Merge(), "cam": TOVA()}[name], (CaM("cam"),) * (name == "cam")
     asked, counts = [prompt(length, seed=length) for length in (33, 90, 61, 83)], (6, 30, 14, 23)
     with attached(tiny("llama"), method, budget=46, abilities=abilities) as kv:
         engine = Engine(kv)

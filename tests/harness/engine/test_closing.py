@@ -12,7 +12,7 @@ from torch import Tensor
 from harness.engine.attach import Attachment
 from harness.engine.cache import KVCache, UnsupportedError
 from harness.engine.engine import Engine
-from tests.methods.test_contract import attach, in_each_place, small
+from tests.methods.test_contract import QUICK, attach, in_places, small
 from tests.tiny import prompt
 
 CHUNK, CAPACITY = 23, 160
@@ -88,7 +88,10 @@ def answered(kv: Attachment, prefill: Callable[[Engine, KVCache, Tensor], Tensor
     return logits
 
 
-@in_each_place
+@pytest.mark.parametrize(
+    ("name", "placement"),
+    [(name, place) for name, place in in_places("device", "host") if place == "host" or name in QUICK],
+)
 def test_logits_are_those_of_chunk_after_chunk(name: str, placement: str) -> None:
     with attach_small(name, placement) as kv:
         wanted = answered(kv, by_chunk)

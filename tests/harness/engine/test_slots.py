@@ -22,8 +22,8 @@ from kernels.dispatch import use_backend
 from methods.base import Budget
 from methods.full import Full
 from methods.oracle import Oracle
-from tests.methods.test_contract import NAMES, attach, small, walked
-from tests.quick import slow_if
+from tests.methods.test_contract import NAMES, attach, small
+from tests.quick import mostly_slow
 from tests.tape import Tape
 from tests.tiny import prompt, tiny
 
@@ -76,7 +76,8 @@ def assert_the_same(made: Sequence[Generation], wanted: Sequence[Generation]) ->
         }
 
 
-SLOTS = ("full", "h2o", "infllm", "pqcache", "quest", "shadowkv")  # of which all tests are quick
+QUICK = ("full", "h2o", "infllm", "pqcache", "quest", "shadowkv")
+each = pytest.mark.parametrize("name", mostly_slow(NAMES, *QUICK))
 
 
 def engine_of(kv: Attachment, **how: Any) -> Engine:
@@ -85,7 +86,7 @@ def engine_of(kv: Attachment, **how: Any) -> Engine:
 
 @pytest.mark.tokens
 @pytest.mark.usefixtures("short")
-@walked
+@each
 def test_each_gets_what_it_gets_alone(name: str) -> None:
     """By blocks and by the model's own forward."""
     with attach(small(name), 0.5) as kv:
@@ -112,7 +113,7 @@ def mean(answer: Generation, key: str) -> float:
 
 @pytest.mark.tokens
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("name", slow_if(lambda name: name not in SLOTS, NAMES))
+@each
 def test_captured_steps_are_the_same(name: str) -> None:
     """What a method refuses alone it refuses here, for the same reason. Costs along the answer add up to its own."""
     rows: dict[str, Any] = {"prompt": prompt(80, batch=3), "max_new_tokens": NEW, "context_tokens": 74}
@@ -135,7 +136,7 @@ def test_captured_steps_are_the_same(name: str) -> None:
 
 @pytest.mark.tokens
 @pytest.mark.usefixtures("short")
-@pytest.mark.parametrize("name", slow_if(lambda name: name not in SLOTS, NAMES))
+@each
 def test_a_question_is_decoded_beside_the_others(name: str) -> None:
     with attach(small(name), 0.5) as kv:
         engine = engine_of(kv)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from harness.models.hub import HuggingFace
 from kernels.dispatch import use_backend
 from methods.base import AttnInput, KVLayer, LayerWorkload
 from methods.full import Full
-from methods.infinigen import InfiniGen, InfiniGenRead
+from methods.infinigen import InfiniGenRead
 from tests import families
 from tests.families import FAMILIES, METHODS, MORE, answers, attach, generated, method_of, model, prompts, source
 from tests.harness.bench.test_decode import options
@@ -37,10 +38,10 @@ from tests.quick import slow_if
 from tests.tape import Tape
 from tests.tiny import FURTHER, LATENT, prompt, tiny
 
-each_family = pytest.mark.parametrize(
-    "family", slow_if(lambda family: family in MORE.values(), (FAMILIES | MORE).values())
-)
-QUICK = ("snapkv", "quest", "kivi", "pqcache")  # one that evicts, selects, quantises, offloads
+EVERY = (FAMILIES | MORE).values()
+each_family = pytest.mark.parametrize("family", slow_if(lambda family: family in MORE.values(), EVERY))
+QUICK = ("snapkv", "quest", "kivi", "pqcache")  # one that evicts, selects, quantises, offloads: two on each family
+PAIRS = {(family, name) for place, family in enumerate(FAMILIES.values()) for name in QUICK[place % 2 :: 2]}
 MOVES = ("shadowkv", "infllm", "lm_infinite")  # they rotate keys back and forth
 LENDS = ("infllm", "lm_infinite"), "other layers of this model read its keys and values"
 REFUSED = {  # family -> methods, and why they are refused
@@ -69,9 +70,9 @@ def test_full_gives_generates_tokens(family: str, chunk: int | None) -> None:
 
 
 @pytest.mark.tokens
-@each_family
-@pytest.mark.parametrize("name", slow_if(lambda name: name not in QUICK, METHODS))
-def test_a_method_runs_or_says_why_not(family: str, name: str) -> None:
+@pytest.mark.parametrize("pair", slow_if(lambda pair: pair not in PAIRS, product(EVERY, METHODS)), ids="-".join)
+def test_a_method_runs_or_says_why_not(pair: tuple[str, str]) -> None:
+    family, name = pair
     refused, why = REFUSED.get(family, ((), ""))
     if family in (*LATENT, "mistral4") and (reason := method_of(name).no_latents):
         refused, why = (name,), re.escape(reason)
@@ -161,15 +162,6 @@ def test_infinigen_guesses_a_query_by_the_rotation_of_its_own_layer() -> None:
             read: InfiniGenRead = cache.layers[index].policies[0]  # type: ignore[attr-defined]
             before = replace(seen[index - 1], hidden=seen[index].hidden)
             torch.testing.assert_close(read.guessed_query(before), seen[index].q)
-
-
-@pytest.mark.tokens
-def test_infinigen_steps_alike_alone_and_in_a_batch_of_such_layers() -> None:
-    method = replace(method_of("infinigen"), dense_layers=(0,))
-    assert isinstance(method, InfiniGen)
-    with attached(still(), method, budget=0.4, calibration=prompt(64)) as kv:
-        alone = [Engine(kv).generate(ids, max_new_tokens=8).tokens[0] for ids in prompts()]
-        assert [tokens[:8] for tokens in answers(kv, prompts())] == alone
 
 
 @pytest.mark.tokens
