@@ -406,11 +406,10 @@ def find(paths: Iterable[Path]) -> list[Path]:
 
 
 def _instead(path: Path) -> str:
-    """Return the end of an error about a missing folder: the place in the usual results folder if
-    the run is there, otherwise what to give."""
+    """Return the end of an error about a folder that is missing or no run's: the place in the usual
+    results folder if the run is there, otherwise what to give."""
+    if path.is_dir():
+        return "; give one of the folders in it that a run wrote"
     usual = Path(Results().root) / path
-    return (
-        f"; did you mean {usual}?"
-        if usual.is_dir() and not path.is_dir()
-        else "; give what results.root named"
-    )
+    named = "what results.root named, or a run's folder in it"
+    return f"; did you mean {usual}?" if usual.is_dir() else f"; give {named}"

@@ -67,7 +67,7 @@ RUNS = {  # kind -> words of `python -m harness`, and what the sentence has to n
 COMMANDS = {  # kind -> module, its words, and what the sentence has to name
     "no runs": ("harness.commands.report", ["{empty}"], "results.root"),
     "unknown option": ("harness.commands.report", ["{empty}", "--sort=accuracy"], "accuracy"),
-    "no run": ("harness.commands.show", ["{empty}"], "folder"),
+    "no run": ("harness.commands.show", ["{empty}"], "one of the folders in it"),
     "unknown word": ("harness.commands.list", ["methodss"], "method"),
     "unknown flag": ("harness.commands.doctor", ["--fix"], "--fix"),
     "a server's setting": ("harness.serve", ["slots=0"], "slots=0"),
