@@ -325,11 +325,6 @@ def test_of_a_chunk_only_the_last_queries_are_copied() -> None:
     assert torch.equal(layer.policies[0].queries, chunk.q[:, :, -1:])
 
 
-def test_a_budget_of_generated_tokens_is_refused() -> None:
-    with pytest.raises(ValueError, match="its budget counts them already: leave out budget_generated"):
-        refuse(TOVA(), (BoundedAnswer(8),))
-
-
 @pytest.mark.skipif(find_spec("kvpress") is None, reason="kvpress is not installed: `make setup` does it")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_values_of_rows_that_go_are_merged_as_in_kvpress(shape: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from inspect import signature
 
 import pytest
 import torch
@@ -28,12 +27,6 @@ def generated(model: PreTrainedModel, ids: torch.Tensor, **more: object) -> list
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, eos_token_id=-1, **more
     )
     return out[:, ids.shape[1] :].tolist()
-
-
-def test_the_keywords_of_attached_are_shown() -> None:
-    shown = signature(attached).parameters
-    assert list(shown)[:3] == ["model", "method", "budget"]
-    assert shown["placement"].default == "device"
 
 
 def test_the_model_is_restored_also_after_an_exception() -> None:
