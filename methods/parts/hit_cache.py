@@ -79,15 +79,15 @@ class HitCache:
 
     def _load_missing(self, chunks: Tensor, load_new: LoadNew) -> int:
         """Load the chunks [B G K] that are not held, and return how many these are."""
-        nowhere = torch.zeros(*chunks.shape[:2], self._none + 1, dtype=torch.bool)
-        new = ~nowhere.scatter(2, self.held, True).gather(2, chunks)
-        free = ~nowhere.scatter_(2, chunks, True).gather(2, self.held)
-        missing = chunks[new]
+        seen = torch.zeros(*chunks.shape[:2], self._none + 1, dtype=torch.uint8)
+        new = seen.scatter_(2, self.held, 1).gather(2, chunks) == 0
+        free = seen.scatter_(2, chunks, 2).gather(2, self.held) == 1
+        missing = chunks.masked_select(new)
         if len(missing):
             # each head frees as many places as it has new chunks
             incoming = torch.full_like(chunks, -1).masked_scatter_(free, missing)
             load_new(incoming)
-            self.held[free] = missing
+            self.held.masked_scatter_(free, missing)
         return len(missing)
 
     def _slots(self, chunks: Tensor | Ragged) -> Tensor:

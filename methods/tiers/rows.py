@@ -101,7 +101,8 @@ class Rows(ABC):
         """Write chosen rows into out [B G K W], which is contiguous and on the device, a CPU. Where
         rows [B G K] are negative, it stays as it is."""
         ops.gather_rows(self._all(), rows, out)
-        self._send(out.flatten(0, 2)[: int((rows >= 0).sum())], traffic)  # so that they count
+        if self.tier != DEVICE:
+            self._send(out.flatten(0, 2)[: int((rows >= 0).sum())], traffic)  # so that they count
 
     def columns(self, columns: Tensor, count: int, traffic: Traffic) -> Tensor:
         """Return chosen columns of the first `count` rows on the device, columns [B G N] ->
