@@ -110,9 +110,10 @@ class AlignedBudget(Budget):
             setting = f"budget={self.most_bytes}B"
             unit = "bytes"
             way_out = "give the budget in tokens"
+        between = "choose in between, or " * (low < high)
         raise BudgetError(
             f"{setting}: with placement={self.placement} {type(self.method).__name__} {does}, of {sealed} prompt "
-            f"tokens, {low} to {high} {unit}, and the budget asks for {asked} tokens': choose in between, or {way_out}."
+            f"tokens, {low} to {high} {unit}, and the budget asks for {asked} tokens': {between}{way_out}."
         )
 
 
