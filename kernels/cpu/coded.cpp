@@ -136,10 +136,11 @@ std::unique_ptr<BlockReader> block_reader_of(const Codes& in, int64_t sequence, 
 template <class T>
 std::unique_ptr<ScaledAttention> scaled_of(const CodedAttention& in, int64_t sequence, int64_t group, int64_t head) {
     std::unique_ptr<ScaledAttention> made;
-    if (!std::is_same_v<T, BF16> || in.codes.kind == FLOATS4 || in.codes.channels) return made;
+    if (!std::is_same_v<T, BF16> || in.codes.channels) return made;
     const int heads = std::min<int64_t>(MOST_HEADS, in.heads - head);
-    // one head saves less on tiles than it takes to make bf16 numbers of 8 bits, and few heads fill no tile
-    const bool on_tiles = uses_tiles<T>() && (in.heads > 1 || in.codes.bits < 8);
+    // one head saves less on tiles than it takes to make bf16 numbers of 8 bits, and few heads fill no tile; sums on tiles
+    // are those of all channels, so that they cannot take scales of some of them
+    const bool on_tiles = uses_tiles<T>() && in.codes.kind != FLOATS4 && (in.heads > 1 || in.codes.bits < 8);
 #if defined(__AVX512BW__)
     const bf16* q = (const bf16*)in.q + (sequence * in.groups + group) * in.heads * in.width;
     const bool has_nan = std::any_of(q, q + in.heads * in.width, [](bf16 x) { return (x & 0x7fff) > 0x7f80; });

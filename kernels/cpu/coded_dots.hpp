@@ -8,8 +8,9 @@
 #if defined(__AVX512BW__)
 namespace {
 
-// The largest whole number of a query or weight, and of a level: sums of MOST_DIM products fit 32 bits.
-constexpr int LARGEST = (1 << 14) - 1, LARGEST_LEVEL = (1 << 9) - 1;
+// The largest whole number of a query or weight, and of a level: sums of MOST_DIM products fit 32 bits. That of a level is
+// a multiple of 12, so that the levels of NVFP4, multiples of a half up to 6, are exact.
+constexpr int LARGEST = (1 << 14) - 1, LARGEST_LEVEL = 42 * 12;
 
 // Computes acc + a.even * b.even + a.odd * b.odd for halves that are whole numbers.
 inline i32 dot_halves(i32 acc, u32 a, u32 b) {
@@ -42,11 +43,14 @@ template <class Format> constexpr bool HAS_HALVES = false;
 template <int BITS> constexpr bool HAS_HALVES<Integers<BITS>> = true;
 template <> constexpr bool HAS_HALVES<Levels<2>> = true;
 template <> constexpr bool HAS_HALVES<Levels<4>> = true;
+template <> constexpr bool HAS_HALVES<Floats4> = true;
 
 // Makes whole numbers of the codes of a format; what a code stands for is `unit` times its number.
 template <class Format> struct Halves {
     static constexpr int BITS = Format::bytes(8), PLACES = 8 / BITS;  // of a byte
     static constexpr int STEPS = 2 * PLACES;  // of a half: the places of its lower byte, then those of the higher
+    // Channels of a row that share a scale (0: all), and ranges of the 32 channels of a vector, which its lanes take in turn.
+    static constexpr int GROUP = std::is_same_v<Format, Floats4> ? 16 : 0, MIXED = GROUP ? 2 * LANES / GROUP : 1;
     alignas(LINE) int16_t table[2 * LANES] = {};  // of levels, by the lower five bits of a code
     float unit = 1;
 
@@ -60,44 +64,67 @@ template <class Format> struct Halves {
         return (u32)_mm512_permutexvar_epi16((__m512i)codes, load<__m512i>(table));
     }
 
-    // Multiplies keys with the queries of H heads: to[H][TOKENS]. words[bytes / 4][TOKENS]: the words of each key.
+    // Prefetches a line: of codes of 8 bits into L2, which has more lines on their way at once than L1.
+    static void fetch(const char* line) { __builtin_prefetch(line, 0, BITS == 8 ? 2 : 3); }
+    // Repeats a word up to a vector, or the words of MIXED ranges in turn.
+    static u32 repeat(const void* of) {
+        return MIXED == 1 ? splat(load<uint32_t>(of)) : (u32)_mm512_set1_epi64(load<int64_t>(of));
+    }
+    // Returns the place of channel c among sums, which stand in the order of the lanes of words.
+    static int64_t place_of(int64_t c) {
+        return MIXED == 1 ? channel(BF16{}, c) : c / 32 * 32 + c % 2 * LANES + c % 16 / 2 * MIXED + c % 32 / 16;
+    }
+
+    // Multiplies keys with the queries of H heads: to[H][TOKENS]. words[bytes / 4][TOKENS]: the words of each key;
+    // scales [groups][TOKENS].
     template <int H>
     void multiply(const uint32_t (*words)[TOKENS], int bytes, const uint32_t (*query)[MOST_DIM / 2],
-                  int32_t (*to)[TOKENS]) const {
-        i32 low[H] = {}, high[H] = {};
-        for (int w = 0; w < bytes / 4; w++) {
-            const u32 a = load<u32>(words[w]), b = load<u32>(words[w] + LANES);
-            UNROLL for (int i = 0; i < STEPS; i++) {
-                const u32 x = numbers(a >> uint32_t(i * BITS)), y = numbers(b >> uint32_t(i * BITS));
-                const int at = i % PLACES * bytes / 2 + 2 * w + i / PLACES;
+                  const float (*scales)[TOKENS], float (*to)[TOKENS]) const {
+        const int count = bytes / 4, each = GROUP ? GROUP / 4 : count;  // words, and words of a group
+        f32 sums[H][2] = {};
+        UNROLL for (int place = 0; place < PLACES; place++)
+            for (int first = 0; first < count; first += each) {
+                i32 low[H] = {}, high[H] = {};
+                for (int w = first; w < first + each; w++) {
+                    UNROLL for (int half = 0; half < 2; half++) {
+                        const uint32_t shift = place * BITS + 8 * half;
+                        const u32 x = numbers(load<u32>(words[w]) >> shift), y = numbers(load<u32>(words[w] + LANES) >> shift);
+                        UNROLL for (int h = 0; h < H; h++) {
+                            const u32 q = splat(query[h][place * bytes / 2 + 2 * w + half]);
+                            low[h] = dot_halves(low[h], x, q), high[h] = dot_halves(high[h], y, q);
+                        }
+                    }
+                }
+                const float* scale = scales[GROUP ? (place * count + first) / each : 0];
                 UNROLL for (int h = 0; h < H; h++) {
-                    const u32 q = splat(query[h][at]);
-                    low[h] = dot_halves(low[h], x, q), high[h] = dot_halves(high[h], y, q);
+                    const f32 a = __builtin_convertvector(low[h], f32), b = __builtin_convertvector(high[h], f32);
+                    sums[h][0] += Format::RANGED ? a : a * load<f32>(scale);
+                    sums[h][1] += Format::RANGED ? b : b * load<f32>(scale + LANES);
                 }
             }
-        }
-        for (int h = 0; h < H; h++) store(to[h], low[h]), store(to[h] + LANES, high[h]);
+        for (int h = 0; h < H; h++) store(to[h], sums[h][0]), store(to[h] + LANES, sums[h][1]);
     }
 
     // Adds `count` values times the weights of H heads, two tokens at a time: a word has a channel of both. range_of(channel)
-    // is the range of 32 channels, weights [ranges][MOST_HEADS][TOKENS / 2] in units [ranges][MOST_HEADS]; sums stand in the
-    // order of `channel`.
+    // is the first range of 32 channels. A head has weights [ranges / MIXED][TOKENS / 2][MIXED], in units [ranges]; its sums
+    // stand in the order of `place_of`.
     template <int H, class RangeOf>
     void add(const char* row, int64_t stride, int count, int bytes, RangeOf range_of,
-             const uint32_t (*weights)[MOST_HEADS][TOKENS / 2], const float (*units)[MOST_HEADS], int head, float* to,
+             const uint32_t (*weights)[MOST_RANGES * TOKENS / 2], const float (*units)[MOST_RANGES], float* to,
              int64_t to_stride) const {
         constexpr int AT_ONCE = std::min(STEPS, 16 / H);
-        static constexpr Order pairs = order_of([](int i) { return i / 2 + i % 2 * LANES; });
+        static constexpr Order pairs =
+            order_of([](int i) { return (MIXED == 1 ? i / 2 : i / 4 + i / 2 % 2 * 8) + i % 2 * LANES; });
         for (int c = 0; c < bytes; c += 2 * LANES)
             for (int step = 0; step < STEPS; step += AT_ONCE) {
-                const uint32_t(*weight[AT_ONCE])[TOKENS / 2];
+                int weight[AT_ONCE];  // where those of a step begin
                 i32 sums[AT_ONCE][H] = {};
-                UNROLL for (int i = 0; i < AT_ONCE; i++) weight[i] = weights[range_of((step + i) % PLACES * bytes + c)] + head;
+                UNROLL for (int i = 0; i < AT_ONCE; i++) weight[i] = range_of((step + i) % PLACES * bytes + c) * TOKENS / 2;
                 for (int t = 0; t < count; t += 2) {
                     const char *a = row + t * stride + c, *b = t + 1 < count ? a + stride : a;
                     if (step == 0 && c % LINE == 0) {
-                        __builtin_prefetch(a + TOKENS * stride);
-                        __builtin_prefetch(b + TOKENS * stride);
+                        fetch(a + TOKENS * stride);
+                        fetch(b + TOKENS * stride);
                     }
                     const __m512i one = _mm512_castsi256_si512(load<__m256i>(a));
                     const __m512i both = _mm512_inserti64x4(one, load<__m256i>(b), 1);
@@ -105,15 +132,15 @@ template <class Format> struct Halves {
                     UNROLL for (int i = 0; i < AT_ONCE; i++) {
                         const u32 x = numbers(codes >> uint32_t(i * BITS));
                         UNROLL for (int h = 0; h < H; h++)
-                            sums[i][h] = dot_halves(sums[i][h], x, splat(weight[i][h][t / 2]));
+                            sums[i][h] = dot_halves(sums[i][h], x, repeat(&weights[h][weight[i] + t / 2 * MIXED]));
                     }
                 }
                 UNROLL for (int i = 0; i < AT_ONCE; i++) {
                     const int place = (step + i) % PLACES * bytes + c;
                     UNROLL for (int h = 0; h < H; h++) {
                         float* sum = to + h * to_stride + place + (step + i) / PLACES * LANES;
-                        const float unit_of_both = unit * units[range_of(place)][head + h];
-                        store(sum, load<f32>(sum) + __builtin_convertvector(sums[i][h], f32) * unit_of_both);
+                        const f32 units_of_both = (f32)repeat(&units[h][range_of(place)]) * unit;
+                        store(sum, load<f32>(sum) + __builtin_convertvector(sums[i][h], f32) * units_of_both);
                     }
                 }
             }
@@ -137,15 +164,15 @@ template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
     const int key_bytes = KeyFormat::bytes(dim), bytes = Format::bytes(dim);
     alignas(LINE) uint32_t query[MOST_HEADS][MOST_DIM / 2];  // of each four channels the first and the third, then the others
     alignas(LINE) uint32_t key_words[MOST_DIM / 4][TOKENS];
-    alignas(LINE) uint32_t weights[MOST_RANGES][MOST_HEADS][TOKENS / 2] = {};
-    float query_units[MOST_HEADS], weight_units[MOST_RANGES][MOST_HEADS] = {};
+    alignas(LINE) uint32_t weights[MOST_HEADS][MOST_RANGES * TOKENS / 2] = {};
+    float query_units[MOST_HEADS], weight_units[MOST_HEADS][MOST_RANGES] = {};
 
     DotAttention(const CodedAttention& in, int64_t sequence, int64_t group, int64_t head, int heads)
         : ScaledAttention(in, sequence, group, head, heads, false), keys(in.codes.key_levels), values(in.codes.levels) {
         lay_out(Buffer<float>(width, 1).data());
     }
 
-    // Returns whether each 32 bytes of values are codes of the same range.
+    // Returns whether each 32 bytes of values are codes of MIXED whole ranges.
     static bool takes(const Codes& in) {
         return Format::bytes(in.dim) % 32 == 0 && (in.kind != INTEGERS || in.dim / in.ranges % 32 == 0);
     }
@@ -169,11 +196,12 @@ template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
     void multiply_keys(int64_t first, int count) override {
         turn_keys(first, count);
         if (!ranged) {
-            multiply([&](int h, f32 x, int t) { store(logits[h] + t, x * load<f32>(scales[0] + t)); });
+            multiply([&](int h, f32 x, int t) { store(logits[h] + t, x); });
             return;
         }
         const i32 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        each_block(first, count, [&](int from, int) {  // the rows before are those of other blocks
+        each_block(first, count, [&](int from, int, int64_t of_rows) {  // the rows before are those of other blocks
+            set_block(of_rows);
             multiply([&](int h, f32 x, int t) {
                 store(logits[h] + t, lanes + t >= from ? x + centers[h] : load<f32>(logits[h] + t));
             });
@@ -182,13 +210,11 @@ template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
     // Calls take(head, products of sixteen keys, the first of these).
     template <class Take> void multiply(Take take) {
         by_four(heads, [&](int h, auto n) {
-            alignas(LINE) int32_t products[n][TOKENS];
-            keys.template multiply<n>(key_words, key_bytes, query + h, products);
+            alignas(LINE) float products[n][TOKENS];
+            keys.template multiply<n>(key_words, key_bytes, query + h, scales, products);
             for (int i = 0; i < std::min<int>(n, heads - h); i++)
-                for (int t = 0; t < TOKENS; t += LANES) {
-                    const f32 sums = __builtin_convertvector(load<i32>(products[i] + t), f32);
-                    take(h + i, sums * (keys.unit * query_units[h + i]), t);
-                }
+                for (int t = 0; t < TOKENS; t += LANES)
+                    take(h + i, load<f32>(products[i] + t) * (keys.unit * query_units[h + i]), t);
         });
     }
     // Writes the words of keys so that the lanes of a vector are tokens. Behind the last row it repeats.
@@ -198,7 +224,7 @@ template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
                 u32 x[LANES];
                 for (int i = 0; i < LANES; i++) {
                     const char* row = at.k[first + std::min(t + i, count - 1)] + b;
-                    __builtin_prefetch(row + TOKENS * at.k.row);
+                    keys.fetch(row + TOKENS * at.k.row);
                     x[i] = load_part<u32>(row, std::min(LINE, key_bytes - b));
                 }
                 transpose(x);
@@ -207,20 +233,29 @@ template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
     }
 
     void add_values(int64_t first, int count) override {
+        constexpr int MIXED = Halves<Format>::MIXED;
         for (int r = 0; r < ranges; r++)
             weigh_range(r, [&](int h, f32 a, f32 b) {
-                weight_units[r][h] = largest(maximum(a, b)) / LARGEST;
-                const float times = weight_units[r][h] > 0 ? 1 / weight_units[r][h] : 0;
-                store(weights[r][h], halves_of(a * times, b * times, IN_ORDER));
+                weight_units[h][r] = largest(maximum(a, b)) / LARGEST;
+                const float times = weight_units[h][r] > 0 ? 1 / weight_units[h][r] : 0;
+                store(weights[h] + r * LANES, halves_of(a * times, b * times, IN_ORDER));
             });
+        for (int r = 0; MIXED > 1 && r < ranges; r += MIXED)
+            for (int h = 0; h < heads; h++) {
+                uint32_t* of_both = weights[h] + r * LANES;
+                const u32 a = load<u32>(of_both), b = load<u32>(of_both + LANES);
+                store(of_both, __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
+                store(of_both + LANES,
+                      __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+            }
         by_four(heads, [&](int h, auto n) {
             auto range_of = [&](int c) { return c * ranges / dim; };
-            values.template add<n>(at.v[first], at.v.row, count, bytes, range_of, weights, weight_units, h, states[h].acc,
+            values.template add<n>(at.v[first], at.v.row, count, bytes, range_of, weights + h, weight_units + h, states[h].acc,
                                    acc_width);
         });
     }
 
-    float sum_of(int head, int c) const override { return states[head].acc[channel(BF16{}, c)]; }
+    float sum_of(int head, int c) const override { return states[head].acc[values.place_of(c)]; }
 };
 
 }  // namespace

@@ -157,9 +157,9 @@ template <class RowOf> void turn_four(RowOf row_of, int bytes, u32* to) {
 struct ScaledAttention {
     const CodedAttention& in;
     const Places at;
-    const bool ranged = in.codes.kind == INTEGERS;
+    const bool ranged = in.codes.kind == INTEGERS, four = in.codes.kind == FLOATS4;
     const int heads, dim = in.codes.dim, width = in.width;
-    const int ranges = ranged ? in.codes.ranges : 1;
+    const int ranges = ranged || four ? in.codes.ranges : 1;  // of a value
     const int acc_width = width + (ranged ? ranges * LANES : 0);
     const float key_middle, middle;  // of the integers of keys and of values; 0 if they are not taken less their middle
     Buffer<float> q;    // [heads][width]
@@ -217,35 +217,49 @@ struct ScaledAttention {
 
     // Reads the scales of rows [scales of a row][TOKENS]; behind the last row it repeats.
     void read_scales(int64_t first, int count) {
-        const int bytes = 2 * (ranged ? 2 * ranges : in.codes.ranges);
-        for (int b = 0; b < bytes; b += 16)
+        if (four) return read_scales_of<1>(first, count, 2 * ranges);
+        read_scales_of<2>(first, count, ranged ? 2 * ranges : in.codes.ranges);
+    }
+    // Does so for `all` scales of BYTES each.
+    template <int BYTES> void read_scales_of(int64_t first, int count, int all) {
+        alignas(LINE) float of_block[2][TOKENS] = {};  // the scales of a tensor of NVFP4: of its keys and of its values
+        if (BYTES == 1)
+            each_block(first, count, [&](int t, int next, int64_t of_rows) {
+                for (int side = 0; side < 2; side++)
+                    std::fill(of_block[side] + t, of_block[side] + next, ((const float*)at.k_range[of_rows])[side]);
+            });
+        for (int b = 0; b < BYTES * all; b += 16)
             for (int t = 0; t < TOKENS; t += LANES) {
                 u32 words[4];
-                auto row = [&](int i) { return at.v_range[first + std::min(t + i, count - 1)] + b; };
-                turn_four(row, std::min(16, bytes - b), words);
-                UNROLL for (int w = 0; w < 4; w++) {
-                    if (b + 4 * w >= bytes) break;
-                    const Half low = __builtin_convertvector(words[w], Half);
-                    const Half high = __builtin_convertvector(words[w] >> 16, Half);
-                    widen_halves(&low, LANES, scales[b / 2 + 2 * w] + t);
-                    widen_halves(&high, LANES, scales[b / 2 + 2 * w + 1] + t);
+                turn_four([&](int i) { return at.v_range[first + std::min(t + i, count - 1)] + b; },
+                          std::min(16, BYTES * all - b), words);
+                UNROLL for (int i = 0; i < 16 / BYTES; i++) {
+                    const int scale = b / BYTES + i;
+                    if (scale >= all) break;
+                    const u32 code = words[i * BYTES / 4] >> uint32_t(i * BYTES % 4 * 8);
+                    const Half bits = __builtin_convertvector(code & (BYTES == 1 ? 0xffu : 0xffffu), Half);
+                    const f32 x = BYTES == 1 ? Floats::Table::numbers(bits) * load<f32>(of_block[scale >= ranges] + t)
+                                             : from_halves(bits);
+                    store(scales[scale] + t, x);
                 }
             }
     }
 
-    // Calls multiply(t, next) for the rows t to next - 1 of each block of ranges, with queries that are laid out for it.
-    template <class F> void each_block(int64_t first, int count, F multiply) {
+    // Calls f(t, next, block) for the rows t to next - 1 of each block of tokens that share ranges or scales.
+    template <class F> void each_block(int64_t first, int count, F f) {
         for (int64_t t = 0, next; t < count; t = next) {
-            const int64_t of_row = (first + t) / in.codes.block;
-            next = std::min<int64_t>(count, (of_row + 1) * in.codes.block - first);
-            if (of_row != block) set_block(of_row);
-            multiply(t, next);
+            const int64_t of_rows = (first + t) / in.codes.block;
+            next = std::min<int64_t>(count, (of_rows + 1) * in.codes.block - first);
+            f(t, next, of_rows);
         }
     }
 
+    // Lays out queries for the ranges of a block of keys, unless they are.
     void set_block(int64_t to) {
+        if (to == block) return;
         alignas(LINE) float range[2 * MOST_DIM] = {};
         widen_halves(at.k_range[block = to], 2 * dim, range);
+        fetch(at.k_range[to + 1], 4 * dim);
         lay_out(range + dim);
         for (int c = 0; c < dim; c += LANES)
             store(range + c, load<f32>(range + c) + load<f32>(range + dim + c) * key_middle);
@@ -267,9 +281,9 @@ struct ScaledAttention {
     }
 
     // Calls put(head, weights of sixteen values, weights of the others) for values in one range, or all where rows have a
-    // scale each, and adds what their least numbers add.
+    // scale each, and adds what their least numbers add, if they have some.
     template <class Put> void weigh_range(int range, Put put) {
-        const float* step = scales[ranged ? ranges + range : 1];
+        const float* step = scales[ranges + range];
         const f32 low = load<f32>(step), high = load<f32>(step + LANES);
         const f32 low_center = load<f32>(scales[range]) + low * middle;
         const f32 high_center = load<f32>(scales[range] + LANES) + high * middle;

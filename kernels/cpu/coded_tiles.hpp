@@ -108,7 +108,8 @@ struct TileAttention : ScaledAttention {
 
     // Multiplies keys whose channels have ranges, block by block.
     void multiply_blocks(int64_t first, int count) {
-        each_block(first, count, [&](int64_t t, int64_t next) {
+        each_block(first, count, [&](int64_t t, int64_t next, int64_t of_rows) {
+            set_block(of_rows);
             multiply_on_tiles(&k[t * words], query.data(), products[t]);
             for (int64_t i = t; i < next; i++) store(products[i], load<f32>(products[i]) + load<f32>(centers));
         });

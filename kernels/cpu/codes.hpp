@@ -11,22 +11,31 @@ enum Kind : int64_t { INTEGERS, FLOATS, LEVELS, FLOATS4 };
 typedef uint8_t u8s __attribute__((vector_size(64)));
 typedef uint8_t sixteen_bytes __attribute__((vector_size(16)));
 
+// Converts sixteen numbers of fp16.
+inline f32 from_halves(Half halves) {
+#if defined(__AVX512F__)
+    return (f32)_mm512_cvtph_ps((__m256i)halves);
+#else
+    u32 bits = __builtin_convertvector(halves, u32), size = bits & 0x7fffu;
+    // The exponent's bias differs by 112, and infinities keep the largest exponent; small numbers are multiples of 2^-24.
+    u32 normal = (size << 13) + ((u32)(size >= 0x7c00u) & (112u << 23)) + (112u << 23);
+    f32 small = __builtin_convertvector((i32)size, f32) * 0x1p-24f;
+    u32 magnitude = size < 0x400u ? (u32)small : normal;
+    return (f32)(magnitude | (bits & 0x8000u) << 16);
+#endif
+}
+
 // Converts `count` numbers of fp16, and leaves zeros behind them, up to a multiple of LANES.
 inline void widen_halves(const void* from, int count, float* to) {
     for (int i = 0; i < count; i += LANES) {
+        Half halves = {};
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
         uint16_t mask = count - i < LANES ? (1u << (count - i)) - 1 : 0xffffu;
-        store(to + i, (f32)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, (const char*)from + 2 * i)));
+        halves = (Half)_mm256_maskz_loadu_epi16(mask, (const char*)from + 2 * i);
 #else
-        Half halves = {};
         std::memcpy(&halves, (const char*)from + 2 * i, 2 * std::min(LANES, count - i));
-        u32 bits = __builtin_convertvector(halves, u32), size = bits & 0x7fffu;
-        // The exponent's bias differs by 112, and infinities keep the largest exponent; small numbers are multiples of 2^-24.
-        u32 normal = (size << 13) + ((u32)(size >= 0x7c00u) & (112u << 23)) + (112u << 23);
-        f32 small = __builtin_convertvector((i32)size, f32) * 0x1p-24f;
-        u32 magnitude = size < 0x400u ? (u32)small : normal;
-        store(to + i, (f32)(magnitude | (bits & 0x8000u) << 16));
 #endif
+        store(to + i, from_halves(halves));
     }
 }
 
@@ -122,14 +131,13 @@ struct Floats {  // a sign, four bits of exponent, three of mantissa: the upper 
         explicit Table(const float*) {}
         f32 operator()(const uint8_t* codes) const {
 #if defined(__AVX512F__)
-            Half wide = (Half)_mm256_cvtepu8_epi16(load<__m128i>(codes));
+            return numbers((Half)_mm256_cvtepu8_epi16(load<__m128i>(codes)));
 #else
-            Half wide = __builtin_convertvector(load<sixteen_bytes>(codes), Half);
+            return numbers(__builtin_convertvector(load<sixteen_bytes>(codes), Half));
 #endif
-            Half halves = (wide & uint16_t{0x80}) << uint16_t{8} | (wide & uint16_t{0x7f}) << uint16_t{7};
-            alignas(LINE) float numbers[LANES];
-            widen_halves(&halves, LANES, numbers);
-            return load<f32>(numbers) * 256.0f;
+        }
+        static f32 numbers(Half codes) {
+            return from_halves((codes & uint16_t{0x80}) << uint16_t{8} | (codes & uint16_t{0x7f}) << uint16_t{7}) * 256.0f;
         }
     };
 };

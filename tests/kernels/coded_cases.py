@@ -119,7 +119,7 @@ def attention() -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield name, (random(3, batch, groups * 3, 1, dim), [floats((batch, groups, tokens, dim), spare=5)], 0.1)
     for name, (batch, groups, tokens, dim) in FLOATS4.items():
         q = random(3, batch, groups * 3, 1, dim)
-        yield name, (q, [floats4((batch, groups, tokens, dim), 32, spare=1)], 0.1)
+        yield name, (q, [floats4((batch, groups, tokens, dim), tokens // 2, spare=1)], 0.1)
     for name, (bits, seed, (batch, groups, tokens, dim)) in LEVELS.items():
         written = levels((batch, groups, tokens, dim), bits, seed, spare=3)
         yield name, (random(3, batch, groups * 3, 1, dim), [written], 0.1)
