@@ -152,7 +152,8 @@ def _budget(job: Job) -> str:
     asked = [(tokens, budget.tokens(tokens, layer)) for tokens, layer in cases]
     read = [tokens if job.method.reads_all(tokens, some) else some for tokens, some in asked]
     at_most = "at most " * (budget.mass is not None)
-    return f"a step reads {at_most}{_range(read)} of {_range(prompts)} prompt tokens{dense}"
+    why = ", all where it cannot hold sinks and window" * (sum(read) > sum(x for _, x in asked))
+    return f"a step reads {at_most}{_range(read)} of {_range(prompts)} prompt tokens{why}{dense}"
 
 
 def _bytes(job: Job) -> str:
