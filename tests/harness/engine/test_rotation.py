@@ -19,7 +19,7 @@ from harness.engine.cache import KVCache, UnsupportedError
 from harness.engine.hf import channel_pairings, layer_specs
 from harness.engine.pairing import Angles, Pairing
 from harness.engine.rotation import AT_ONCE, rotation_table
-from kernels.rope import halves, rotate, unrotate
+from kernels.rope import rotate, unrotate
 from methods.full import Full
 from tests.batches import together
 from tests.methods.test_contract import small
@@ -298,7 +298,3 @@ def test_methods_read_a_model_as_they_read_one_that_rotates_whole_heads(architec
         assert ours.attended == theirs.attended
         assert_close(ours.logits, theirs.logits, atol=1e-3, rtol=1e-3)
     assert (ours.logits - steps(model, "full", 1.0)[-1].logits).abs().max() > 0.1
-
-
-def test_neighbours_become_halves() -> None:
-    assert halves(torch.arange(10), 6).tolist() == [0, 2, 4, 1, 3, 5, 6, 7, 8, 9]
