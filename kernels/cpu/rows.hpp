@@ -38,16 +38,18 @@ template <int most, class F> void in_steps(int heads, F f) {
 }
 constexpr int power_of_two_below(int n) { return n >= 4 ? 4 : n >= 2 ? 2 : 1; }
 
-// A phase passes over a block several times, some heads at a time; each pass prefetches its share of the coming rows.
-struct Pass {
+// A phase passes over a block several times, some heads at a time; each pass prefetches its share of the coming rows,
+// into L1 (LEVEL 3) or L2 (2).
+template <int LEVEL> struct PassInto {
     int index, count;
     const char* const* ahead;
 
     void fetch(int from, int to, int lines) const {
         for (int t = (index * TOKENS + from) / count; t < (index * TOKENS + to) / count; t++)
-            for (int i = 0; i < lines; i++) __builtin_prefetch(ahead[t] + i * LINE);
+            for (int i = 0; i < lines; i++) __builtin_prefetch(ahead[t] + i * LINE, 0, LEVEL);
     }
 };
+using Pass = PassInto<3>;
 
 // Loads the first `bytes` of a line, zero-padded; nothing beyond them is touched.
 template <class V> inline V load_part(const void* from, int bytes) {
@@ -62,8 +64,8 @@ template <class V> inline V load_part(const void* from, int bytes) {
 
 // Computes the logits of H heads and a block's rows of L lines; if rows end inside the last line (PART), it holds
 // `rest` bytes. The queries are padded to whole lines and stay in registers: H * L vectors.
-template <class T, int L, int H, bool PART>
-void add_logits(const typename T::Element* q, const char* const* rows, int rest, Pass pass, float scale, float* logits,
+template <class T, int L, int H, bool PART, class P>
+void add_logits(const typename T::Element* q, const char* const* rows, int rest, P pass, float scale, float* logits,
                 int64_t stride) {
     using V = typename T::Vector;
     constexpr int R = LANES / H;  // rows of a tile

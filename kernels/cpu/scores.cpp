@@ -8,7 +8,9 @@ namespace {
 using Rows = RowScores;
 
 // Rows follow each other, which the processor finds out: it reads them a sixth faster if nothing else asks for them.
-constexpr Pass NO_FETCH{0, TOKENS + 1, nullptr};
+// But while longer ones are multiplied with one head after the other, memory would wait.
+constexpr int FETCHED = 5;  // lines of the shortest such rows
+constexpr PassInto<2> NO_FETCH{0, TOKENS + 1, nullptr};
 
 // Returns the log-sum-exp of x[count] times `scale`.
 float log_sum_exp(const float* x, int64_t count, float scale) {
@@ -72,12 +74,14 @@ void products(const typename T::Element* q, const Rows& in, float* out) {
         if (by_tiles) transpose(each.data(), in.heads, L * LANES, words.data(), filled);
         Tiles tiles(by_tiles);
         for (int64_t at = first; at < std::min(first + in.part, count); at += TOKENS) {
-            const char* rows[TOKENS];
+            const char *rows[TOKENS], *ahead[TOKENS];
             for (int t = 0; t < TOKENS; t++) rows[t] = index[std::min(at + t, count - 1)];
+            for (int t = 0; t < TOKENS; t++) ahead[t] = index[std::min(at + TOKENS + t, count - 1)];
             auto multiply = [&](float* logits, int64_t stride) {
                 in_steps<power_of_two_below(8 / L)>(in.heads, [&](int h, auto n) {
                     const auto* of_heads = queries + h * L * T::WIDTH;
-                    add_logits<T, L, n, PART>(of_heads, rows, rest, NO_FETCH, 1.0f, logits + h * stride, stride);
+                    auto pass = L < FETCHED || in.heads == 1 ? NO_FETCH : PassInto<2>{h, (int)in.heads, ahead};
+                    add_logits<T, L, n, PART>(of_heads, rows, rest, pass, 1.0f, logits + h * stride, stride);
                 });
             };
             float* to = out + pair * in.heads * in.count + at;
