@@ -94,7 +94,7 @@ tables: setup  ## the tables of README and docs/ and README's figure, from resul
 TABLES = $(basename $(notdir $(wildcard conf/experiment/tables/[!_]*.yaml)))
 # A run that is there is read, not repeated: stopped, `make published` goes on where it was.
 # Qwen's tables take the model's file from the hub, or QWEN=FILE.
-published: setup  ## results/published/tables anew, with DATA=... and QWEN=FILE: about 18 hours of one core
+published: setup  ## results/published/tables anew, with DATA=... and QWEN=FILE: about 22 hours of one core
 	for name in $(TABLES); do \
 	    case $$name in qwen*) model='$(if $(QWEN),model.name=null model.file=$(QWEN))';; *) model=;; esac; \
 	    $(BIN)/python -m harness -m +experiment=tables/$$name data.root=$(DATA) $$model \

@@ -386,8 +386,7 @@ def test_abilities_that_do_not_go_together_are_refused_by_name(own: Ability, kin
     method = type("Able", (SnapKV,), {"abilities": (own,) * by_itself, "takes": dict.fromkeys(GIVEN)})()
     given = (GIVEN[kind],) if by_itself else tuple({type(own): own, kind: GIVEN[kind]}.values())
     pairs = ((type(one), type(other)) for one in (own, *given) for other in given)
-    why = next((APART[pair] for pair in pairs if pair in APART), None)
-    if why is None and CaM in map(type, given) and not own.budgets:
-        why = "no rows go while its answer grows"
+    lacks = CaM in map(type, given) and not (by_itself and own.budgets)
+    why = "no rows go while its answer grows" if lacks else next((APART[pair] for pair in pairs if pair in APART), None)
     with nullcontext() if why is None else pytest.raises(ValueError, match=f"^Able .*{why}"):
         refuse(method, given)
