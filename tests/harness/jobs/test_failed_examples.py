@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -250,6 +250,16 @@ def test_an_answer_that_cannot_be_scored_fails_its_example(tmp_path: Path) -> No
 # memory and the device
 
 
+@pytest.fixture
+def collects_new_objects_alone() -> Iterator[None]:
+    """Keep each of many collections of a test from looking at what lived before it."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("collects_new_objects_alone")
 @pytest.mark.parametrize(("phase", "shared"), [("start", False), ("seal", False), ("decode", False), ("seal", True)])
 def test_sequences_that_do_not_fit_together_run_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, shared: bool
@@ -258,8 +268,6 @@ def test_sequences_that_do_not_fit_together_run_one_by_one(
     task = niah(lengths=[400, 440, 480], depths=2)
     whole = run(tmp_path / "whole", Streaming(), task, batch=3)
     known, ran_out, begin = list[ref[KVLayer]](), list[int](), Streaming.start
-    gc.collect()
-    gc.freeze()  # so that each of many collections looks at what comes from here on alone
 
     def start(self: Any, specs: Sequence[LayerSpec], cache: CacheState) -> list[KVLayer]:
         def full(*arguments: Any) -> Any:
