@@ -12,9 +12,9 @@ typedef int8_t sixteen_numbers __attribute__((vector_size(16)));
 
 static void narrow(int8_t* to, f32 x) {
     i32 nearest = (i32)(x * ONE + 12582912.0f) - 0x4b400000;  // the whole part lands in the lowest bits
-    store(to, __builtin_convertvector(nearest, sixteen_numbers));
+    store(to, convert<sixteen_numbers>(nearest));
 }
-static i32 maximum(i32 a, i32 b) { return a > b ? a : b; }
+static i32 maximum(i32 a, i32 b) { return select(a > b, a, b); }
 
 namespace {
 
@@ -67,14 +67,7 @@ template <class V> V largest_of_each(const void* products) {
 
 // Returns of which of the BLOCK numbers at x `test` is true, of the first in the lowest bit.
 template <class V, class F> uint32_t which(const void* x, F test) {
-    const i32 low = test(load<V>(x)), high = test(load<V>((const char*)x + LINE));
-#if defined(__AVX512DQ__)
-    return _mm512_movepi32_mask((__m512i)low) | (uint32_t)_mm512_movepi32_mask((__m512i)high) << LANES;
-#else
-    uint32_t set = 0;
-    for (int i = 0; i < LANES; i++) set |= (low[i] & 1u) << i | (high[i] & 1u) << (LANES + i);
-    return set;
-#endif
+    return bits_of(test(load<V>(x))) | bits_of(test(load<V>((const char*)x + LINE))) << LANES;
 }
 
 // Raises a number that other threads may raise too.

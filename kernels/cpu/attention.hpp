@@ -61,32 +61,39 @@ inline float join(State* state, int64_t parts, int64_t stride, int64_t dim, floa
     return total;
 }
 
-template <int L, int H>
-void add_values(F32, const Block& block, Pass pass, const float (*weights)[TOKENS], State* state) {
-    f32 acc[H][L] = {};
-    for (int t = 0; t < TOKENS; t++) {
-        pass.fetch(t, t + 1, L);
-        UNROLL for (int c = 0; c < L; c++) {
-            f32 v = load<f32>(block.v[t] + c * LINE);
-            UNROLL for (int h = 0; h < H; h++) acc[h][c] += weights[h][t] * v;
+template <class T, int L, int H>
+void add_values(const Block& block, Pass pass, const float (*weights)[TOKENS], State* state) {
+    constexpr int N = T::PER_WORD, MOST = std::clamp(HELD / (2 * N * H), 1, L);  // lines whose sums registers hold
+    constexpr int AT_ONCE = L % MOST ? 1 : MOST;
+    for (int from = 0; from < L; from += AT_ONCE) {
+        f32 acc[H][AT_ONCE][N] = {};
+        for (int t = 0; t < TOKENS; t++) {
+            if (from == 0) pass.fetch(t, t + 1, L);
+            UNROLL for (int c = 0; c < AT_ONCE; c++) {
+                f32 v[N];
+                T::widen(block.v[t] + (from + c) * LINE, v);
+                UNROLL for (int h = 0; h < H; h++)
+                    UNROLL for (int i = 0; i < N; i++) acc[h][c][i] += weights[h][t] * v[i];
+            }
         }
+        for (int h = 0; h < H; h++)
+            for (int c = 0; c < AT_ONCE; c++)
+                for (int i = 0; i < N; i++) {
+                    float* to = state[h].acc + ((from + c) * N + i) * LANES;
+                    store(to, load<f32>(to) + acc[h][c][i]);
+                }
     }
-    for (int h = 0; h < H; h++)
-        for (int c = 0; c < L; c++) {
-            float* to = state[h].acc + c * LANES;
-            store(to, load<f32>(to) + acc[h][c]);
-        }
 }
 
 // Takes two tokens at a time, interleaved so that each word holds one channel of both.
 template <int L, int H>
-void add_values(BF16, const Block& block, Pass pass, const float (*weights)[TOKENS], State* state) {
+void add_value_pairs(const Block& block, Pass pass, const float (*weights)[TOKENS], State* state) {
     alignas(LINE) uint32_t pairs[H][TOKENS / 2];
     for (int h = 0; h < H; h++)
         for (int t = 0; t < TOKENS; t += 2 * LANES) {
             f32 a = load<f32>(weights[h] + t), b = load<f32>(weights[h] + t + LANES);
-            f32 first = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-            f32 second = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+            f32 first = evens(a, b);
+            f32 second = odds(a, b);
             store(pairs[h] + t / 2, pack(first, second));
         }
     f32 acc[H][L][2] = {};
@@ -116,7 +123,7 @@ inline int64_t channel(BF16, int64_t c) { return c / 32 * 32 + c % 2 * LANES + c
 // Adds a block's values to the sums of up to HEADS heads whose logits are known. `ahead`: the rows that are read next.
 template <class T, int L, bool WEIGHTED>
 void attend_logits(const Block& block, const char* const* ahead, float (*logits)[TOKENS], State* state, int heads) {
-    constexpr int DIM = L * T::WIDTH, AT_ONCE = power_of_two_below(16 * LANES / DIM);
+    constexpr int DIM = L * T::WIDTH, AT_ONCE = power_of_two_below(std::min(16 * LANES / DIM, HELD / 4));
     for (int h = 0; h < heads; h++) {
         for (int t = 0; WEIGHTED && t < block.count; t++) logits[h][t] += block.added[t];
         for (int t = block.count; t < TOKENS; t++) logits[h][t] = -INFINITY;
@@ -125,7 +132,10 @@ void attend_logits(const Block& block, const char* const* ahead, float (*logits)
     Pass pass{0, 0, ahead};
     in_steps<AT_ONCE>(heads, [&](int, auto) { pass.count++; });
     in_steps<AT_ONCE>(heads, [&](int h, auto n) {
-        add_values<L, n>(T{}, block, pass, logits + h, state + h);
+        if constexpr (DOTS_PAIRS && std::is_same_v<T, BF16>)
+            add_value_pairs<L, n>(block, pass, logits + h, state + h);
+        else
+            add_values<T, L, n>(block, pass, logits + h, state + h);
         pass.index++;
     });
 }

@@ -40,16 +40,19 @@ void finish_head(E* x, int64_t dim, const E* norm, double eps, const E* cos, con
 // Rounds a and b as if they were stored as E and read back.
 template <class E> inline void round_both(f32& a, f32& b) {
     if (std::is_same_v<E, float>) return;
+#if defined(__AVX512F__)
     typedef uint16_t Words __attribute__((vector_size(64)));
-    typedef uint16_t Half __attribute__((vector_size(32)));
     Words both = (Words)pack_neighbours(a, b);
     Half first = __builtin_shufflevector(both, both, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     Half last = __builtin_shufflevector(both, both, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
-    a = (f32)(__builtin_convertvector(first, u32) << 16), b = (f32)(__builtin_convertvector(last, u32) << 16);
+    a = (f32)(convert<u32>(first) << 16), b = (f32)(convert<u32>(last) << 16);
+#else
+    a = (f32)(rounded(a) & 0xffff0000u), b = (f32)(rounded(b) & 0xffff0000u);
+#endif
 }
 
 // Computes x / (1 + e^-x), as exactly as E needs.
-template <class E> inline f32 silu(f32 x) {
+template <class E> INLINE f32 silu(f32 x) {
 #if defined(__AVX512F__)
     if (std::is_same_v<E, bf16>)
         return x * (f32)_mm512_rcp14_ps((__m512)(exp2<3>(x * -(float)M_LOG2E) + 1.0f));
@@ -84,26 +87,33 @@ template <class T, bool PART>
 f32 dots(const typename T::Element* w, int64_t n, int64_t count, const typename T::Element* x) {
     using V = typename T::Vector;
     constexpr int W = T::WIDTH;
-    f32 acc[2 * ROWS] = {};
+    constexpr int SUMS = std::max(1, HELD / (2 * ROWS)), AT_ONCE = std::min(ROWS, HELD / 2);  // of a row; rows at once
+    f32 all[2 * ROWS] = {};
     const typename T::Element* row[ROWS];
     for (int r = 0; r < ROWS; r++) row[r] = w + std::min<int64_t>(r, n - 1) * count;
-    int64_t at = 0, ahead = ROWS * count;
-    for (; at + 2 * W <= count; at += 2 * W) {
-        V first = load<V>(x + at), second = load<V>(x + at + W);
-        UNROLL for (int r = 0; r < ROWS; r++) {
-            __builtin_prefetch(row[r] + ahead + at);
-            __builtin_prefetch(row[r] + ahead + at + W);
-            acc[2 * r] = T::dot(acc[2 * r], load<V>(row[r] + at), first);
-            acc[2 * r + 1] = T::dot(acc[2 * r + 1], load<V>(row[r] + at + W), second);
+    for (int from = 0; from < ROWS; from += AT_ONCE) {
+        f32 acc[AT_ONCE][SUMS] = {};
+        int64_t at = 0, ahead = ROWS * count;
+        for (; at + SUMS * W <= count; at += SUMS * W) {
+            V part[SUMS];
+            UNROLL for (int i = 0; i < SUMS; i++) part[i] = load<V>(x + at + i * W);
+            UNROLL for (int r = 0; r < AT_ONCE; r++) {
+                const auto* of_row = row[from + r] + at;
+                UNROLL for (int i = 0; i < SUMS; i++) __builtin_prefetch(of_row + ahead + i * W);
+                UNROLL for (int i = 0; i < SUMS; i++) acc[r][i] = T::dot(acc[r][i], load<V>(of_row + i * W), part[i]);
+            }
         }
+        for (; at < count; at += W) {
+            V part = load<V>(x + at);
+            int bytes = std::min<int64_t>(LINE, (count - at) * sizeof(*w));
+            UNROLL for (int r = 0; r < AT_ONCE; r++) {
+                const auto* of_row = row[from + r] + at;
+                acc[r][0] = T::dot(acc[r][0], PART ? load_part<V>(of_row, bytes) : load<V>(of_row), part);
+            }
+        }
+        UNROLL for (int i = 0; i < AT_ONCE * SUMS; i++) all[2 * (from + i / SUMS) + i % SUMS] = acc[i / SUMS][i % SUMS];
     }
-    for (; at < count; at += W) {
-        V part = load<V>(x + at);
-        int bytes = std::min<int64_t>(LINE, (count - at) * sizeof(*w));
-        UNROLL for (int r = 0; r < ROWS; r++)
-            acc[2 * r] = T::dot(acc[2 * r], PART ? load_part<V>(row[r] + at, bytes) : load<V>(row[r] + at), part);
-    }
-    return sums_of(acc);  // adjacent sums belong to one row
+    return sums_of(all);  // adjacent sums belong to one row
 }
 
 // Calls emit(row, sequence, 32 products) for the rows from `row` on that make up whole tiles, and returns the first of
@@ -377,7 +387,7 @@ EXPORT void prompt_output(const BlockWeights& block, const BlockOutput& in) {
 // on a processor without dpbf16, where ours take a half (AVX2) to a quarter (AVX-512) of its time; but tiles that only
 // torch has are faster.
 EXPORT int64_t is_fast_in_float32() {
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
     return 1;
 #else
     return 0;

@@ -22,8 +22,8 @@ inline void split(const bf16* x, f32* halves) {
 inline void join(const float*, f32*) {}
 inline void join(const bf16*, f32* halves) {
     f32 a = halves[0], b = halves[1];
-    halves[0] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    halves[1] = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    halves[0] = shuffle<0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23>(a, b);
+    halves[1] = shuffle<8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31>(a, b);
 }
 
 using Block = f32[MOST_HEADS][2];  // the logits of WIDE tokens, split as above

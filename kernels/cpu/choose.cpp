@@ -85,16 +85,6 @@ inline uint32_t order(float x) {
 
 // From here on nothing branches on data: half of the branches would be mispredicted.
 
-inline int bits_of(i32 mask) {
-#if defined(__AVX512F__)
-    return _mm512_movepi32_mask((__m512i)mask);
-#else
-    int bits = 0;
-    for (int i = 0; i < LANES; i++) bits |= (mask[i] & 1) << i;
-    return bits;
-#endif
-}
-
 // Packs the lanes of v selected by `bits`.
 inline u32 compress(u32 v, int bits) {
 #if defined(__AVX512F__)
@@ -124,11 +114,10 @@ uint32_t kth_largest(uint32_t* keys, int64_t count, int64_t k) {
 // Collects the keys of x[count] that are at least `least`, with their positions; returns how many there are.
 int64_t collect(const float* x, int64_t count, uint32_t least, uint32_t* keys, int32_t* places) {
     int64_t kept = 0;
-    u32 place;
-    UNROLL for (int i = 0; i < LANES; i++) place[i] = i;
+    const u32 place = (u32)numbers();
     over(x, count, 0, [&](int64_t at, f32 v) {
         u32 key = order(v);
-        int hits = bits_of(key >= least);
+        uint32_t hits = bits_of(key >= least);
         if (at + LANES > count) hits &= (1 << (count - at)) - 1;
         store(keys + kept, compress(key, hits));
         store(places + kept, compress(place + (uint32_t)at, hits));

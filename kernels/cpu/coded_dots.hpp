@@ -97,7 +97,7 @@ template <class Format> struct Halves {
                 }
                 const float* scale = scales[GROUP ? (place * count + first) / each : 0];
                 UNROLL for (int h = 0; h < H; h++) {
-                    const f32 a = __builtin_convertvector(low[h], f32), b = __builtin_convertvector(high[h], f32);
+                    const f32 a = convert<f32>(low[h]), b = convert<f32>(high[h]);
                     sums[h][0] += Format::RANGED ? a : a * load<f32>(scale);
                     sums[h][1] += Format::RANGED ? b : b * load<f32>(scale + LANES);
                 }
@@ -140,7 +140,7 @@ template <class Format> struct Halves {
                     UNROLL for (int h = 0; h < H; h++) {
                         float* sum = to + h * to_stride + place + (step + i) / PLACES * LANES;
                         const f32 units_of_both = (f32)repeat(&units[h][range_of(place)]) * unit;
-                        store(sum, load<f32>(sum) + __builtin_convertvector(sums[i][h], f32) * units_of_both);
+                        store(sum, load<f32>(sum) + convert<f32>(sums[i][h]) * units_of_both);
                     }
                 }
             }
@@ -199,7 +199,7 @@ template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
             multiply([&](int h, f32 x, int t) { store(logits[h] + t, x); });
             return;
         }
-        const i32 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const i32 lanes = numbers();
         each_block(first, count, [&](int from, int, int64_t of_rows) {  // the rows before are those of other blocks
             set_block(of_rows);
             multiply([&](int h, f32 x, int t) {
@@ -244,9 +244,9 @@ template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
             for (int h = 0; h < heads; h++) {
                 uint32_t* of_both = weights[h] + r * LANES;
                 const u32 a = load<u32>(of_both), b = load<u32>(of_both + LANES);
-                store(of_both, __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
+                store(of_both, shuffle<0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23>(a, b));
                 store(of_both + LANES,
-                      __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+                      shuffle<8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31>(a, b));
             }
         by_four(heads, [&](int h, auto n) {
             auto range_of = [&](int c) { return c * ranges / dim; };

@@ -105,7 +105,7 @@ template <class Format> struct Numbers {
     template <int N, int W, int BYTES, class Words, class F>
     static bool each_part_of(int dim, Words words, int first, F f) {
         constexpr int CHANNELS = W / LANES;  // of a word
-        const u32 shifts = (u32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} * CHANNELS / BYTES) * N;
+        const u32 shifts = ((u32)numbers() * CHANNELS / BYTES) * N;
         u32 codes = words(first, BYTES) >> shifts;
         for (int c = 0; c < dim; c += W, codes >>= uint32_t(W / BYTES * N)) f(c, codes);
         return true;
@@ -143,13 +143,13 @@ template <class RowOf> void turn_four(RowOf row_of, int bytes, u32* to) {
     u32 pairs[4];
     UNROLL for (int i = 0; i < 4; i += 2) {
         u32 a = fours[i], b = fours[i + 1];
-        pairs[i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
-        pairs[i + 1] = __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+        pairs[i] = shuffle<0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29>(a, b);
+        pairs[i + 1] = shuffle<2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31>(a, b);
     }
     UNROLL for (int i = 0; i < 4; i += 2) {
         u32 a = pairs[i / 2], b = pairs[i / 2 + 2];
-        to[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-        to[i + 1] = __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+        to[i] = shuffle<0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29>(a, b);
+        to[i + 1] = shuffle<2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31>(a, b);
     }
 }
 
@@ -237,7 +237,7 @@ struct ScaledAttention {
                     const int scale = b / BYTES + i;
                     if (scale >= all) break;
                     const u32 code = words[i * BYTES / 4] >> uint32_t(i * BYTES % 4 * 8);
-                    const Half bits = __builtin_convertvector(code & (BYTES == 1 ? 0xffu : 0xffffu), Half);
+                    const Half bits = convert<Half>(code & (BYTES == 1 ? 0xffu : 0xffffu));
                     const f32 x = BYTES == 1 ? Floats::Table::numbers(bits) * load<f32>(of_block[scale >= ranges] + t)
                                              : from_halves(bits);
                     store(scales[scale] + t, x);

@@ -8,19 +8,18 @@
 constexpr int MOST_DIM = 256, MOST_RANGES = 16;
 enum Kind : int64_t { INTEGERS, FLOATS, LEVELS, FLOATS4 };
 
-typedef uint8_t u8s __attribute__((vector_size(64)));
 typedef uint8_t sixteen_bytes __attribute__((vector_size(16)));
 
 // Converts sixteen numbers of fp16.
-inline f32 from_halves(Half halves) {
+INLINE f32 from_halves(Half halves) {
 #if defined(__AVX512F__)
     return (f32)_mm512_cvtph_ps((__m256i)halves);
 #else
-    u32 bits = __builtin_convertvector(halves, u32), size = bits & 0x7fffu;
+    u32 bits = convert<u32>(halves), size = bits & 0x7fffu;
     // The exponent's bias differs by 112, and infinities keep the largest exponent; small numbers are multiples of 2^-24.
     u32 normal = (size << 13) + ((u32)(size >= 0x7c00u) & (112u << 23)) + (112u << 23);
-    f32 small = __builtin_convertvector((i32)size, f32) * 0x1p-24f;
-    u32 magnitude = size < 0x400u ? (u32)small : normal;
+    f32 small = convert<f32>((i32)size) * 0x1p-24f;
+    u32 magnitude = select(size < 0x400u, (u32)small, normal);
     return (f32)(magnitude | (bits & 0x8000u) << 16);
 #endif
 }
@@ -51,7 +50,7 @@ template <int BITS> inline void spread(const char* row, int bytes, uint8_t* code
 }
 
 // Repeats a row of 8, 16 or 32 bytes up to a vector.
-template <int BYTES> inline u8s repeated(const char* row) {
+template <int BYTES> INLINE u8s repeated(const char* row) {
 #if defined(__AVX512F__)
     if constexpr (BYTES == 8) return (u8s)_mm512_set1_epi64(load<int64_t>(row));
     if constexpr (BYTES == 16) return (u8s)_mm512_broadcast_i32x4(load<__m128i>(row));
@@ -99,11 +98,11 @@ template <int BITS> inline void spread_codes(const char* row, int dim, uint8_t* 
 }
 
 // Loads sixteen codes as words. (Compilers take many steps for what is one instruction.)
-inline i32 words_of(const uint8_t* codes) {
+INLINE i32 words_of(const uint8_t* codes) {
 #if defined(__AVX512F__)
     return (i32)_mm512_cvtepu8_epi32(load<__m128i>(codes));
 #else
-    return (i32)__builtin_convertvector(__builtin_convertvector(load<sixteen_bytes>(codes), Half), u32);
+    return (i32)convert<u32>(__builtin_convertvector(load<sixteen_bytes>(codes), Half));
 #endif
 }
 
@@ -119,7 +118,7 @@ template <int BITS> struct Integers {
     }
     struct Table {
         explicit Table(const float*) {}
-        f32 operator()(const uint8_t* codes) const { return __builtin_convertvector(words_of(codes), f32); }
+        f32 operator()(const uint8_t* codes) const { return convert<f32>(words_of(codes)); }
     };
 };
 

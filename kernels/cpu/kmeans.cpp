@@ -47,8 +47,7 @@ struct Problem {
     // Finds the nearest centroids of four points.
     void nearest(const uint32_t* const* rows, int32_t* code) const {
         f32 best[TILE_ROWS];
-        i32 where[TILE_ROWS], lane;
-        UNROLL for (int i = 0; i < LANES; i++) lane[i] = i;
+        i32 where[TILE_ROWS], lane = numbers();
         for (int r = 0; r < TILE_ROWS; r++) best[r] = splat(-INFINITY), where[r] = lane;
         for (int64_t tile = 0; tile < tiles; tile++) {
             f32 scores[TILE_ROWS][VECTORS] = {};
@@ -58,13 +57,13 @@ struct Problem {
                 UNROLL for (int r = 0; r < TILE_ROWS; r++) {
                     f32 score = scores[r][i] - norms;
                     i32 better = score > best[r];
-                    best[r] = better ? score : best[r];
-                    where[r] = better ? lane + (int32_t)(tile * WIDE + i * LANES) : where[r];
+                    best[r] = select(better, score, best[r]);
+                    where[r] = select(better, lane + (int32_t)(tile * WIDE + i * LANES), where[r]);
                 }
             }
         }
         for (int r = 0; r < TILE_ROWS; r++) {
-            i32 first = best[r] == largest(best[r]) ? where[r] : i32{} + INT32_MAX;  // of equal ones the first
+            i32 first = select(best[r] == largest(best[r]), where[r], i32{} + INT32_MAX);  // of equal ones the first
             code[r] = smallest(first);
         }
     }

@@ -12,9 +12,16 @@ using Call = PQWeights;
 template <int W> struct Lanes;
 template <> struct Lanes<4> { typedef float Vector __attribute__((vector_size(16))); };
 template <> struct Lanes<8> { typedef float Vector __attribute__((vector_size(32))); };
-template <> struct Lanes<16> { typedef float Vector __attribute__((vector_size(64))); };
+template <> struct Lanes<16> { typedef f32 Vector; };
 
 template <int W> using Wide = typename Lanes<W>::Vector;
+
+template <class V> V larger(V a, V b) {
+    if constexpr (std::is_same_v<V, f32>)
+        return maximum(a, b);
+    else
+        return a > b ? a : b;
+}
 
 // Holds the table of one KV head, in [m C] rows.
 template <int W> struct Table {
@@ -56,7 +63,7 @@ template <int W> struct Table {
         Wide<W> best = load<Wide<W>>(&rows[part * clusters * W]);
         for (int64_t c = 1; c < clusters; c++) {
             Wide<W> row = load<Wide<W>>(&rows[(part * clusters + c) * W]);
-            best = row > best ? row : best;
+            best = larger(best, row);
         }
         return best;
     }
@@ -65,19 +72,9 @@ template <int W> struct Table {
 // Turns four heads of sixteen tokens from token-major to head-major.
 inline void heads_apart(const float* sums, f32* heads) {
     f32 x = load<f32>(sums), y = load<f32>(sums + 16), z = load<f32>(sums + 32), w = load<f32>(sums + 48);
-    auto two_heads = [](f32 a, f32 b, auto h) {  // eight tokens of head h, then of head h + 1
-        constexpr int H = h;
-        return __builtin_shufflevector(a, b, H, H + 4, H + 8, H + 12, H + 16, H + 20, H + 24, H + 28, H + 1, H + 5,
-                                       H + 9, H + 13, H + 17, H + 21, H + 25, H + 29);
-    };
-    auto halves = [&](f32 a, f32 b, f32* to) {
-        to[0] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-        to[1] = __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    };
-    std::integral_constant<int, 0> zero;
-    std::integral_constant<int, 2> two;
-    halves(two_heads(x, y, zero), two_heads(z, w, zero), heads);
-    halves(two_heads(x, y, two), two_heads(z, w, two), heads + 2);
+    f32 even_heads[] = {evens(x, y), evens(z, w)}, odd_heads[] = {odds(x, y), odds(z, w)};
+    heads[0] = evens(even_heads[0], even_heads[1]), heads[2] = odds(even_heads[0], even_heads[1]);
+    heads[1] = evens(odd_heads[0], odd_heads[1]), heads[3] = odds(odd_heads[0], odd_heads[1]);
 }
 
 // Multiplies a token's rows; PARTS is 0 if their number is not known at compile time.
@@ -176,7 +173,7 @@ template <int W, class Code> struct Weights {
         Wide<W> top = table.sum(codes);
         for (int64_t t = 1; t < call.count; t++) {
             Wide<W> sum = table.sum(codes + t * call.parts);
-            top = sum > top ? sum : top;
+            top = larger(top, sum);
         }
         bool far = false;
         auto alone = [&](const Code* code) { return power(table.sum(code) - top); };

@@ -12,7 +12,14 @@ constexpr int QUERIES = 32;  // queries of a task: with a block of keys and valu
 constexpr int KEYS = 64;     // keys of a block
 constexpr int VECTORS = KEYS / LANES;
 constexpr float SLACK = 8;   // weights may grow to 2^8 before the sums are rescaled
-constexpr i32 NUMBERS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+// Whether numbers of type E are multiplied as words of T after they are widened.
+template <class T, class E> constexpr bool WIDENED = !std::is_same_v<typename T::Element, E>;
+
+template <class E> const float* widened(const E* from, int64_t count, float* to) {
+    for (int64_t i = 0; i < count; i++) to[i] = to_float(from[i]);
+    return to;
+}
 
 struct Call : PrefillAttention {
     float log2_scale;  // softmax in powers of two
@@ -20,8 +27,8 @@ struct Call : PrefillAttention {
     int64_t wide;      // channels with those that fill tiles up, which are zero: D in what follows
 };
 
-// Holds one KV head's keys and values in blocks: keys [words of D][64], values [words of 64][D].
-template <class T> struct Packed {
+// Holds one KV head's keys and values of type E in blocks: keys [words of D][64], values [words of 64][D].
+template <class T, class E> struct Packed {
     int64_t dim, wide, block_words;
     Buffer<uint32_t> k, v;
 
@@ -33,10 +40,17 @@ template <class T> struct Packed {
         const char* rows[KEYS];
         int64_t first = block * KEYS;
         int count = std::min<int64_t>(KEYS, call.stored - first);
-        for (int i = 0; i < count; i++) rows[i] = keys + (first + i) * call.k_token;
+        Buffer<float> wide(WIDENED<T, E> ? KEYS * dim : 0);
+        auto read = [&](const char* from, int64_t stride) {
+            for (int i = 0; i < count; i++) {
+                rows[i] = from + (first + i) * stride;
+                if (WIDENED<T, E>) rows[i] = (const char*)widened((const E*)rows[i], dim, &wide[i * dim]);
+            }
+        };
+        read(keys, call.k_token);
         transpose(rows, count, dim / T::PER_WORD, &k[block * block_words], KEYS);
         if (!call.v) return;
-        for (int i = 0; i < count; i++) rows[i] = values + (first + i) * call.v_token;
+        read(values, call.v_token);
         mix(rows, count, &v[block * block_words], T{});
     }
 
@@ -58,11 +72,10 @@ template <class T> struct Packed {
 };
 
 // Holds what one thread needs for a task.
-template <class T> struct Task {
-    using E = typename T::Element;
+template <class T, class E> struct Task {
     static constexpr bool ON_TILES = std::is_same_v<T, BF16>;  // so that nothing of it is built for fp32
     const Call& call;
-    const Packed<T>& packed;
+    const Packed<T, E>& packed;
     int64_t dim, wide, words;
     Buffer<uint32_t> q;                  // [QUERIES][words]
     Buffer<float> acc;                   // [QUERIES][D]
@@ -74,7 +87,7 @@ template <class T> struct Task {
     float top[QUERIES];
     static constexpr int WEIGHT_WORDS = KEYS / T::PER_WORD, BLOCK_WORDS = QUERIES * WEIGHT_WORDS;
 
-    Task(const Call& call, const Packed<T>& packed)
+    Task(const Call& call, const Packed<T, E>& packed)
         : call(call), packed(packed), dim(call.dim), wide(call.wide), words(wide / T::PER_WORD), q(QUERIES * words),
           acc(QUERIES * wide) {
         int64_t blocks = call.sums ? packed.k.size() / packed.block_words : 1;
@@ -86,7 +99,13 @@ template <class T> struct Task {
     void run(const char* from, char* to, float* sums, int64_t row, int64_t first, int count) {
         std::fill(q.begin(), q.end(), 0);
         std::fill(acc.begin(), acc.end(), 0.0f);
-        for (int m = 0; m < count; m++) std::memcpy(&q[m * words], from + (first + m) * call.q_token, dim * sizeof(E));
+        for (int m = 0; m < count; m++) {
+            const E* row = (const E*)(from + (first + m) * call.q_token);
+            if (WIDENED<T, E>)
+                widened(row, dim, (float*)&q[m * words]);
+            else
+                std::memcpy(&q[m * words], row, dim * sizeof(E));
+        }
         std::fill_n(top, QUERIES, -INFINITY);
         std::fill_n(totals, QUERIES, f32{});
         int64_t place = call.first + first, end = std::clamp<int64_t>(place + count, 0, call.stored);
@@ -135,15 +154,15 @@ template <class T> struct Task {
         f32 x[VECTORS], best = splat(-INFINITY);
         UNROLL for (int i = 0; i < VECTORS; i++) {
             x[i] = load<f32>(logits[m] + i * LANES);
-            i32 key = NUMBERS + i * LANES;
-            if (MASKED) x[i] = (key > end) | (key < first) ? splat(-INFINITY) : x[i];
+            i32 key = numbers() + i * LANES;
+            if (MASKED) x[i] = select((key > end) | (key < first), splat(-INFINITY), x[i]);
             best = maximum(best, x[i]);
         }
         if (any(best * call.log2_scale > top[m] + SLACK)) raise(m, largest(best) * call.log2_scale);
         float shift = MASKED && top[m] == -INFINITY ? 0 : top[m];  // a query that has seen no key yet
         f32 sum_of = {};
         UNROLL for (int i = 0; i < VECTORS; i++) {
-            x[i] = exp2<T::PER_WORD == 2 ? 3 : 5>(x[i] * call.log2_scale - shift);
+            x[i] = exp2<sizeof(E) == 2 ? 3 : 5>(x[i] * call.log2_scale - shift);
             sum_of += x[i];
         }
         totals[m] += sum_of;
@@ -223,7 +242,7 @@ template <class T> struct Task {
     }
 };
 
-template <class T> void run_head(const Call& call, Packed<T>& packed, int64_t b, int64_t g) {
+template <class T, class E> void run_head(const Call& call, Packed<T, E>& packed, int64_t b, int64_t g) {
     const char* keys = (const char*)call.k + b * call.k_batch + g * call.k_group;
     const char* values = (const char*)call.v + b * call.v_batch + g * call.v_group;
     int64_t blocks = packed.k.size() / packed.block_words, parts = (call.fresh + QUERIES - 1) / QUERIES;
@@ -233,7 +252,7 @@ template <class T> void run_head(const Call& call, Packed<T>& packed, int64_t b,
     {
 #pragma omp for schedule(static)
         for (int64_t block = 0; block < blocks; block++) packed.pack(call, keys, values, block);
-        auto task = std::make_unique<Task<T>>(call, packed);
+        auto task = std::make_unique<Task<T, E>>(call, packed);
         Tiles tiles(call.by_tiles);
         float* thread_sums = call.sums ? &sums[omp_get_thread_num() * sums_size] : nullptr;
 #pragma omp for schedule(static, 1)
@@ -250,24 +269,30 @@ template <class T> void run_head(const Call& call, Packed<T>& packed, int64_t b,
     for (size_t i = 0; i < sums.size(); i++) to[i % sums_size] += sums[i];
 }
 
-template <class T> void run(const PrefillAttention& in) {
+template <class T, class E = typename T::Element> void run(const PrefillAttention& in) {
     bool by_tiles = uses_tiles<T>();
     Call call{in, (float)in.scale * (float)M_LOG2E, by_tiles, by_tiles ? (in.dim + 31) / 32 * 32 : in.dim};
-    Packed<T> packed(call);
+    Packed<T, E> packed(call);
     for (int64_t pair = 0; pair < call.batch * call.groups; pair++)
-        run_head<T>(call, packed, pair / call.groups, pair % call.groups);
+        run_head<T, E>(call, packed, pair / call.groups, pair % call.groups);
+}
+
+void run_bf16(const PrefillAttention& in) {
+    if constexpr (WIDENS)
+        if (!uses_tiles<BF16>()) return run<F32, bf16>(in);
+    run<BF16>(in);
 }
 
 }  // namespace
 
 // Computes attention, and adds what the keys receive to the sums.
 EXPORT void prefill_attention(const PrefillAttention& in) {
-    in.is_bf16 ? run<BF16>(in) : run<F32>(in);
+    in.is_bf16 ? run_bf16(in) : run<F32>(in);
 }
 
 // Says whether this was built for vectors this wide; with narrower ones torch's attention is faster.
 EXPORT int64_t is_fast_in_float32() {
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
     return 1;
 #else
     return 0;

@@ -16,7 +16,7 @@ template <class E> E* room(Buffer<E>& buffer, size_t count) {
 
 constexpr int TALL = 32, WIDE = 32;  // rows and columns of a block
 constexpr int64_t MOST_WORDS = 512;  // words that are summed over at once, so that the rows stay in L1
-constexpr int64_t SLAB_BYTES = 512;  // rows of a slab times bytes of an element
+constexpr int64_t SLAB_BYTES = 512;  // rows of a slab times bytes of a number
 
 // Points to sixteen outputs of a matrix.
 struct Outputs {
@@ -24,14 +24,16 @@ struct Outputs {
     const void* bias;    // [16] or null
 };
 
-// Holds matrices [outs in] multiplied with the same rows, side by side in panels [words of in][32].
+// Holds matrices [outs in] multiplied with the same rows, side by side in panels [words of in][32]. Where they are widened,
+// a word is one number in fp32.
 template <class T> struct Panels {
     using E = typename T::Element;
+    bool widened = WIDENS && std::is_same_v<T, BF16> && !uses_tiles<T>();
     int64_t in, words;
     std::vector<Outputs> outputs;  // two for each panel
     uint32_t* packed = nullptr;
 
-    explicit Panels(int64_t in) : in(in), words(in / T::PER_WORD) {}
+    explicit Panels(int64_t in) : in(in), words(widened ? in : in / T::PER_WORD) {}
     int64_t count() const { return outputs.size() / 2; }
     int64_t size() const { return count() * words * WIDE; }
     void add(const Weights& by, int64_t row) {
@@ -43,12 +45,15 @@ template <class T> struct Panels {
     void pack(int64_t panel) {
         for (int half = 0; half < 2; half++) {
             const char* from = outputs[2 * panel + half].weight;
-            for (int64_t w = 0; w < words; w += LANES) {
+            uint32_t* to = packed + panel * words * WIDE + half * LANES;
+            for (int64_t w = 0, all = in / T::PER_WORD; w < all; w += LANES) {
                 u32 x[LANES];
-                UNROLL for (int i = 0; i < LANES; i++) x[i] = load<u32>(from + (i * words + w) * 4);
+                UNROLL for (int i = 0; i < LANES; i++) x[i] = load<u32>(from + (i * all + w) * 4);
                 transpose(x);
-                uint32_t* to = packed + (panel * words + w) * WIDE + half * LANES;
-                UNROLL for (int i = 0; i < LANES; i++) store(to + i * WIDE, x[i]);
+                if (WIDENS && widened)
+                    for (int i = 0; i < LANES; i++, to += 2 * WIDE) store(to, even(x[i])), store(to + WIDE, odd(x[i]));
+                else
+                    UNROLL for (int i = 0; i < LANES; i++, to += WIDE) store(to, x[i]);
             }
         }
     }
@@ -57,22 +62,28 @@ template <class T> struct Panels {
 // Computes c[32][32] = or += a[32][words] times b[words][32]; strides are in words.
 template <class T, bool ADD>
 void multiply_block(const uint32_t* a, int64_t stride, const uint32_t* b, int64_t words, float* c, bool by_tiles) {
-    constexpr int ROWS = 8;
+    constexpr int V = std::max(1, HELD / 16), ROWS = HELD / 2 / V;  // so that registers hold all sums
     if (by_tiles) return multiply_tiles<ADD>(a, stride, b, WIDE, c, WIDE, words / LANES);
-    for (int m = 0; m < TALL; m += ROWS, c += ROWS * WIDE) {
-        f32 sum[ROWS][2] = {};
-        if (ADD)
-            UNROLL for (int i = 0; i < 2 * ROWS; i++) sum[i / 2][i % 2] = load<f32>(c + i * LANES);
-        const uint32_t* rows = a + m * stride;
-        for (int64_t s = 0; s < words; s++) {
-            u32 first = load<u32>(b + s * WIDE), second = load<u32>(b + s * WIDE + LANES);
-            UNROLL for (int r = 0; r < ROWS; r++) {
-                u32 x = splat(rows[r * stride + s]);
-                sum[r][0] = T::dot(sum[r][0], x, first), sum[r][1] = T::dot(sum[r][1], x, second);
+    for (int m = 0; m < TALL; m += ROWS)
+        for (int n = 0; n < WIDE; n += V * LANES) {
+            f32 sum[ROWS][V] = {};
+            float* to = c + m * WIDE + n;
+            if (ADD)
+                UNROLL for (int i = 0; i < V * ROWS; i++) sum[i / V][i % V] = load<f32>(to + i / V * WIDE + i % V * LANES);
+            const uint32_t* rows = a + m * stride;
+            for (int64_t s = 0; s < words; s++) {
+                u32 part[V];
+                UNROLL for (int i = 0; i < V; i++) part[i] = load<u32>(b + s * WIDE + n + i * LANES);
+#if !defined(__AVX512F__)
+                keep(part[0]);
+#endif
+                UNROLL for (int r = 0; r < ROWS; r++) {
+                    u32 x = splat(rows[r * stride + s]);
+                    UNROLL for (int i = 0; i < V; i++) sum[r][i] = T::dot(sum[r][i], x, part[i]);
+                }
             }
+            UNROLL for (int i = 0; i < V * ROWS; i++) store(to + i / V * WIDE + i % V * LANES, sum[i / V][i % V]);
         }
-        UNROLL for (int i = 0; i < 2 * ROWS; i++) store(c + i * LANES, sum[i / 2][i % 2]);
-    }
 }
 
 template <class E> void add_bias(float* c, const Outputs* outputs) {
@@ -93,12 +104,21 @@ template <class E> struct Rows {
     E* operator[](int64_t row) const { return at + row * stride; }
 };
 
-// Calls emit(row, panel, sums [2][32] of this row and the next) for `rows` rows of a [in].
-template <class T, class F>
-void products(const Rows<typename T::Element>& a, int64_t rows, const Panels<T>& by, bool by_tiles, F emit) {
+// Returns rows of `width` in fp32, in room that is kept between calls.
+template <class E> Rows<float> widened(const Rows<E>& rows, int64_t count, int64_t width) {
+    static thread_local Buffer<float> wide_room;
+    Rows<float> wide(wide_room, count, width);
+    for (int64_t r = 0; r < count; r++)
+        for (int64_t c = 0; c < width; c += LANES) store(wide[r] + c, widen(rows[r] + c));
+    return wide;
+}
+
+// Calls emit(row, panel, sums [2][32] of this row and the next) for `rows` rows of a [in], multiplied as words of `As`.
+template <class As, class T, class F>
+void products_as(const Rows<typename As::Element>& a, int64_t rows, const Panels<T>& by, bool by_tiles, F emit) {
     static thread_local Buffer<float> sums_room;
     float* sums = room(sums_room, whole_lines(rows, TALL) * WIDE);
-    int64_t stride = a.stride / T::PER_WORD, parts = (by.words + MOST_WORDS - 1) / MOST_WORDS;
+    int64_t stride = a.stride / As::PER_WORD, parts = (by.words + MOST_WORDS - 1) / MOST_WORDS;
     int64_t part = whole_lines(by.words / parts, LANES);
     for (int64_t panel = 0; panel < by.count(); panel++)
         for (int64_t k = 0; k < by.words; k += part) {
@@ -107,8 +127,8 @@ void products(const Rows<typename T::Element>& a, int64_t rows, const Panels<T>&
             for (int64_t m = 0; m < rows; m += TALL) {
                 float* c = sums + m * WIDE;
                 const uint32_t* from = (const uint32_t*)a[m] + k;
-                k ? multiply_block<T, true>(from, stride, b, words, c, by_tiles)
-                  : multiply_block<T, false>(from, stride, b, words, c, by_tiles);
+                k ? multiply_block<As, true>(from, stride, b, words, c, by_tiles)
+                  : multiply_block<As, false>(from, stride, b, words, c, by_tiles);
                 if (k + words < by.words) continue;
                 add_bias<typename T::Element>(c, &by.outputs[2 * panel]);
                 for (int r = 0; r < TALL; r += 2) emit(m + r, panel, c + r * WIDE);
@@ -116,10 +136,17 @@ void products(const Rows<typename T::Element>& a, int64_t rows, const Panels<T>&
         }
 }
 
+template <class T, class F>
+void products(const Rows<typename T::Element>& a, int64_t rows, const Panels<T>& by, bool by_tiles, F emit) {
+    if (WIDENS && by.widened) return products_as<F32>(widened(a, rows, by.in), rows, by, false, emit);
+    products_as<T>(a, rows, by, by_tiles, emit);
+}
+
 // Packs all panels, then calls run(first row, rows, whether on tiles) for all rows, in parallel.
 template <class T, size_t N, class F> void in_slabs(std::array<Panels<T>*, N> panels, int64_t rows, F run) {
     static thread_local Buffer<uint32_t> packed;
-    int64_t size = 0, threads = omp_get_max_threads(), most = SLAB_BYTES / sizeof(typename T::Element);
+    int64_t size = 0, threads = omp_get_max_threads();
+    int64_t most = SLAB_BYTES / (panels[0]->widened ? sizeof(float) : sizeof(typename T::Element));
     for (auto p : panels) size += p->size();
     uint32_t* to = room(packed, size);
     for (auto p : panels) p->packed = to, to += p->size();

@@ -10,7 +10,7 @@ using Call = RebuildKeys;
 // Loads sixteen words of a step: one row of fp32, or two interleaved rows of bf16.
 inline u32 words_of(const float* row, int64_t) { return load<u32>(row); }
 inline u32 words_of(const bf16* row, int64_t next) {
-    return __builtin_convertvector(load<Half>(row), u32) | __builtin_convertvector(load<Half>(row + next), u32) << 16;
+    return convert<u32>(load<Half>(row)) | convert<u32>(load<Half>(row + next)) << 16;
 }
 
 // Names rows of one sequence: by a stride, or by a table whose second column holds the stride.

@@ -5,21 +5,21 @@
 constexpr int TOKENS = 32;  // rows of a block
 
 // Sums over the lanes of sixteen vectors, and returns the sums as one vector.
-inline f32 sums_of(const f32* v) {
+INLINE f32 sums_of(const f32* v) {
     f32 pairs[8], fours[4], eights[2];
     UNROLL for (int i = 0; i < 8; i++) {
         f32 a = v[2 * i], b = v[2 * i + 1];
-        pairs[i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
-                   __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+        pairs[i] = shuffle<0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29>(a, b) +
+                   shuffle<2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31>(a, b);
     }
     UNROLL for (int i = 0; i < 4; i++) {
         f32 a = pairs[2 * i], b = pairs[2 * i + 1];
-        fours[i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-                   __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+        fours[i] = shuffle<0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29>(a, b) +
+                   shuffle<2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31>(a, b);
     }
     auto halves = [](f32 a, f32 b) {
-        return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-               __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+        return shuffle<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(a, b) +
+               shuffle<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(a, b);
     };
     eights[0] = halves(fours[0], fours[1]), eights[1] = halves(fours[2], fours[3]);
     return halves(eights[0], eights[1]);

@@ -1,5 +1,5 @@
-// Defines sixteen-lane vectors in the compiler's vector extension, which maps them to AVX-512, pairs of AVX2 or NEON
-// registers. Intrinsics are used only for what the extension cannot express, each beside a plain fallback.
+// Computes with vectors of sixteen numbers, in fp32 or bf16. Intrinsics are used only for what the compiler's vector extension
+// cannot express, each beside a plain fallback.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -12,18 +12,12 @@
 #include <vector>
 
 #include "team.hpp"
-#if defined(__AVX512F__)
+#include "vectors.hpp"
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
-typedef float f32 __attribute__((vector_size(64)));
-typedef int32_t i32 __attribute__((vector_size(64)));
-typedef uint32_t u32 __attribute__((vector_size(64)));
 typedef uint16_t bf16;  // the upper half of a float
-
-constexpr int LANES = 16;
-constexpr int LINE = 64;  // bytes of a vector and a cache line
-#define UNROLL _Pragma("GCC unroll 16")
 
 // Aligns a std::vector to cache lines: a read across two lines takes twice as long.
 template <class T> struct AtLine {
@@ -38,43 +32,63 @@ template <class T> struct AtLine {
 };
 template <class T> using Buffer = std::vector<T, AtLine<T>>;
 
-template <class V> inline V load(const void* from) {
-    V v;
-    std::memcpy(&v, from, sizeof v);
-    return v;
+INLINE i32 numbers() {  // of the lanes
+    alignas(LINE) static constexpr int32_t all[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return load<i32>(all);
 }
-template <class V> inline void store(void* to, V v) { std::memcpy(to, &v, sizeof v); }
-inline f32 splat(float x) { return f32{} + x; }
-inline u32 splat(uint32_t x) { return u32{} + x; }
+INLINE f32 splat(float x) { return f32{} + x; }
+INLINE u32 splat(uint32_t x) { return u32{} + x; }
 
 #if defined(__AVX512F__)
-inline f32 maximum(f32 a, f32 b) { return (f32)_mm512_max_ps((__m512)a, (__m512)b); }
-inline float sum(f32 v) { return _mm512_reduce_add_ps((__m512)v); }
-inline float largest(f32 v) { return _mm512_reduce_max_ps((__m512)v); }
-inline int32_t smallest(i32 v) { return _mm512_reduce_min_epi32((__m512i)v); }
-inline bool any(i32 mask) { return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask); }
+INLINE f32 maximum(f32 a, f32 b) { return (f32)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE float sum(f32 v) { return _mm512_reduce_add_ps((__m512)v); }
+INLINE float largest(f32 v) { return _mm512_reduce_max_ps((__m512)v); }
+INLINE int32_t smallest(i32 v) { return _mm512_reduce_min_epi32((__m512i)v); }
+INLINE bool any(i32 mask) { return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask); }
 #else
-inline f32 maximum(f32 a, f32 b) { return a > b ? a : b; }
+INLINE f32 maximum(f32 a, f32 b) { return select(a > b, a, b); }
+// Reduces the lanes by f, first those of all registers.
 template <class V, class F> inline auto fold(V v, F f) {
+    for (int i = 1; i < V::PARTS; i++) v.part[0] = f(v.part[0], v.part[i]);
     auto all = v[0];
-    for (int i = 1; i < LANES; i++) all = f(all, v[i]);
+    for (int i = 1; i < V::EACH; i++) all = f(all, v.part[0][i]);
     return all;
 }
-inline float sum(f32 v) { return fold(v, [](float a, float b) { return a + b; }); }
-inline float largest(f32 v) { return fold(v, [](float a, float b) { return std::max(a, b); }); }
-inline int32_t smallest(i32 v) { return fold(v, [](int32_t a, int32_t b) { return std::min(a, b); }); }
-inline bool any(i32 mask) { return fold(mask, [](int32_t a, int32_t b) { return a | b; }); }
+INLINE float sum(f32 v) { return fold(v, [](auto a, auto b) { return a + b; }); }
+INLINE float largest(f32 v) { return fold(v, [](auto a, auto b) { return a > b ? a : b; }); }
+INLINE int32_t smallest(i32 v) { return fold(v, [](auto a, auto b) { return a < b ? a : b; }); }
+INLINE bool any(i32 mask) {
+#if defined(__AVX2__)
+    const __m256i all = (__m256i)(mask.part[0] | mask.part[1]);
+    return !_mm256_testz_si256(all, all);
+#else
+    return fold(mask, [](auto a, auto b) { return a | b; });
+#endif
+}
 #endif
 
-// A word holds two bf16, the even channel in the lower half.
-inline f32 even(u32 words) { return (f32)(words << 16); }
-inline f32 odd(u32 words) { return (f32)(words & 0xffff0000u); }
+// Returns a bit for each lane of a comparison, that of the first lane in the lowest.
+INLINE uint32_t bits_of(i32 mask) {
+#if defined(__AVX512DQ__)
+    return _mm512_movepi32_mask((__m512i)mask);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return _mm256_movemask_ps((__m256)mask.part[0]) | _mm256_movemask_ps((__m256)mask.part[1]) << 8;
+#else
+    uint32_t bits = 0;
+    for (int i = 0; i < LANES; i++) bits |= (mask[i] & 1u) << i;
+    return bits;
+#endif
+}
 
-inline u32 rounded(f32 x) {  // to bf16, in the upper halves: to nearest, ties to even
+// A word holds two bf16, the even channel in the lower half.
+INLINE f32 even(u32 words) { return (f32)(words << 16); }
+INLINE f32 odd(u32 words) { return (f32)(words & 0xffff0000u); }
+
+INLINE u32 rounded(f32 x) {  // to bf16, in the upper halves: to nearest, ties to even
     u32 bits = (u32)x;
     return bits + 0x7fff + ((bits >> 16) & 1);
 }
-inline u32 pack(f32 evens, f32 odds) { return (rounded(evens) >> 16) | (rounded(odds) & 0xffff0000u); }
+INLINE u32 pack(f32 evens, f32 odds) { return (rounded(evens) >> 16) | (rounded(odds) & 0xffff0000u); }
 
 inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) {
@@ -90,8 +104,14 @@ inline void put(bf16* to, float x) {
     *to = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
+#if defined(__AVX512BF16__)
+constexpr bool DOTS_PAIRS = true;  // in one step
+#else
+constexpr bool DOTS_PAIRS = false;
+#endif
+
 // Computes acc + a.even * b.even + a.odd * b.odd, summed in fp32.
-inline f32 dot_pairs(f32 acc, u32 a, u32 b) {
+INLINE f32 dot_pairs(f32 acc, u32 a, u32 b) {
 #if defined(__AVX512BF16__)
     return (f32)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
 #else
@@ -100,20 +120,30 @@ inline f32 dot_pairs(f32 acc, u32 a, u32 b) {
 #endif
 }
 
+// Whether bf16 that takes part in many products is widened to fp32 once, because the processor has no vectors of 64 bytes:
+// to take words apart for each product costs as much as the products.
+#if defined(__AVX512F__)
+constexpr bool WIDENS = false;
+#else
+constexpr bool WIDENS = true;
+#endif
+
 // These give both element types one interface. A vector of either is one cache line; a word holds one float, or two bf16
 // that are adjacent in the dimension that is summed over.
 struct F32 {
     using Element = float;
     using Vector = f32;
     static constexpr int WIDTH = 16, PER_WORD = 1;  // channels of a vector, and of a word
-    static f32 dot(f32 acc, f32 a, f32 b) { return acc + a * b; }
-    static f32 dot(f32 acc, u32 a, u32 b) { return acc + (f32)a * (f32)b; }
+    static INLINE void widen(const void* from, f32* to) { to[0] = load<f32>(from); }  // in the order of a head's sums
+    static INLINE f32 dot(f32 acc, f32 a, f32 b) { return acc + a * b; }
+    static INLINE f32 dot(f32 acc, u32 a, u32 b) { return acc + (f32)a * (f32)b; }
 };
 struct BF16 {
     using Element = bf16;
     using Vector = u32;
     static constexpr int WIDTH = 32, PER_WORD = 2;
-    static f32 dot(f32 acc, u32 a, u32 b) { return dot_pairs(acc, a, b); }
+    static INLINE void widen(const void* from, f32* to) { to[0] = even(load<u32>(from)), to[1] = odd(load<u32>(from)); }
+    static INLINE f32 dot(f32 acc, u32 a, u32 b) { return dot_pairs(acc, a, b); }
 };
 
 // Names the rows of one KV head of a sequence, by strides in bytes or by the table of `Ragged`.
@@ -130,13 +160,13 @@ struct HeadRows {
 
 // Computes 2^x, with a relative error of 2e-7 for DEGREE 5, and of 1e-4 for 3, enough for what is then rounded to bf16.
 // It is 0 where a float cannot hold it, or below -126.
-template <int DEGREE = 5> inline f32 exp2(f32 x) {
+template <int DEGREE = 5> INLINE f32 exp2(f32 x) {
 #if defined(__AVX512DQ__)
     // x - floor(x), and 0 for infinity
     f32 f = (f32)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 #else
     f32 below = x;
-    x = x < -127.0f ? splat(-127.0f) : x;
+    x = select(x < -127.0f, splat(-127.0f), x);
     f32 shifted = x - 0.5f + 12582912.0f;  // the integer part lands in the lowest bits
     f32 f = x - (shifted - 12582912.0f);
 #endif
@@ -152,6 +182,6 @@ template <int DEGREE = 5> inline f32 exp2(f32 x) {
     return (f32)_mm512_scalef_ps((__m512)y, (__m512)x);
 #else
     i32 scaled = (i32)y + ((i32)shifted << 23);
-    return below < -126.0f ? f32{} : (f32)scaled;
+    return select(below < -126.0f, f32{}, (f32)scaled);
 #endif
 }

@@ -8,16 +8,23 @@ constexpr int TILE_ROWS = 4;
 // Computes acc[r][i] += rows[r][0 ... steps) times b, whose step s holds V vectors at b + s * stride (in words).
 template <class T, int V>
 inline void multiply(const uint32_t* const* rows, const uint32_t* b, int64_t stride, int steps, f32 (&acc)[TILE_ROWS][V]) {
+    constexpr int AT_ONCE = std::max(1, HELD / (2 * TILE_ROWS));  // vectors of b
+    if constexpr (V > AT_ONCE) {
+        for (int i = 0; i < V; i++) {
+            f32 part[TILE_ROWS][1];
+            UNROLL for (int r = 0; r < TILE_ROWS; r++) part[r][0] = acc[r][i];
+            multiply<T, 1>(rows, b + i * LANES, stride, steps, part);
+            UNROLL for (int r = 0; r < TILE_ROWS; r++) acc[r][i] = part[r][0];
+        }
+        return;
+    }
     f32 sum[TILE_ROWS][V];  // a local, so that it stays in registers
     UNROLL for (int i = 0; i < TILE_ROWS * V; i++) sum[i / V][i % V] = acc[i / V][i % V];
     for (int s = 0; s < steps; s++) {
         u32 part[V];
         UNROLL for (int i = 0; i < V; i++) {
-            u32 once = load<u32>(b + s * stride + i * LANES);
-#if defined(__AVX512F__)
-            asm("" : "+v"(once));  // keeps it in a register: the compiler would reload it for each row
-#endif
-            part[i] = once;
+            part[i] = load<u32>(b + s * stride + i * LANES);
+            keep(part[i]);
         }
         UNROLL for (int r = 0; r < TILE_ROWS; r++) {
             u32 a = splat(rows[r][s]);
@@ -28,24 +35,22 @@ inline void multiply(const uint32_t* const* rows, const uint32_t* b, int64_t str
 }
 
 // Packs adjacent lanes of a, then of b, as words of two bf16.
-inline u32 pack_neighbours(f32 a, f32 b) {
+INLINE u32 pack_neighbours(f32 a, f32 b) {
 #if defined(__AVX512BF16__)
     return (u32)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
 #else
-    return pack(__builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
-                __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
+    return pack(evens(a, b),
+                odds(a, b));
 #endif
 }
 
-typedef uint16_t Half __attribute__((vector_size(32)));
-
 // These load sixteen floats from either type, and store them back; sixteen or thirty-two at a time.
-inline f32 widen(const float* from) { return load<f32>(from); }
-inline f32 widen(const bf16* from) { return (f32)(__builtin_convertvector(load<Half>(from), u32) << 16); }
-inline void narrow(float* to, f32 x) { store(to, x); }
-inline void narrow(bf16* to, f32 x) { store(to, __builtin_convertvector(rounded(x) >> 16, Half)); }
-inline void narrow(float* to, f32 a, f32 b) { store(to, a), store(to + LANES, b); }
-inline void narrow(bf16* to, f32 a, f32 b) {
+INLINE f32 widen(const float* from) { return load<f32>(from); }
+INLINE f32 widen(const bf16* from) { return (f32)(convert<u32>(load<Half>(from)) << 16); }
+INLINE void narrow(float* to, f32 x) { store(to, x); }
+INLINE void narrow(bf16* to, f32 x) { store(to, convert<Half>(rounded(x) >> 16)); }
+INLINE void narrow(float* to, f32 a, f32 b) { store(to, a), store(to + LANES, b); }
+INLINE void narrow(bf16* to, f32 a, f32 b) {
 #if defined(__AVX512F__)
     store(to, pack_neighbours(a, b));
 #else  // of two registers each, whose shuffles take twice as many steps
@@ -54,27 +59,27 @@ inline void narrow(bf16* to, f32 a, f32 b) {
 }
 
 // Transposes sixteen rows of sixteen words.
-inline void transpose(u32* x) {
+INLINE void transpose(u32* x) {
     u32 y[LANES];
     UNROLL for (int i = 0; i < LANES; i += 2) {
-        y[i] = __builtin_shufflevector(x[i], x[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+        y[i] = shuffle<0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29>(x[i], x[i + 1]);
         y[i + 1] =
-            __builtin_shufflevector(x[i], x[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+            shuffle<2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31>(x[i], x[i + 1]);
     }
     UNROLL for (int i = 0; i < LANES; i++) {  // four rows of columns 4 j + i % 4 for the quarters j
         u32 a = y[i / 4 * 4 + i % 4 / 2], b = y[i / 4 * 4 + i % 4 / 2 + 2];
-        x[i] = i % 2 ? __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
-                     : __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+        x[i] = i % 2 ? shuffle<2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31>(a, b)
+                     : shuffle<0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29>(a, b);
     }
     UNROLL for (int i = 0; i < LANES; i++) {  // eight rows, quarters 0 and 2 or 1 and 3
         u32 a = x[i / 8 * 8 + i % 4], b = x[i / 8 * 8 + i % 4 + 4];
-        y[i] = i % 8 / 4 ? __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31)
-                         : __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+        y[i] = i % 8 / 4 ? shuffle<4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31>(a, b)
+                         : shuffle<0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27>(a, b);
     }
     UNROLL for (int i = 0; i < LANES; i++) {
         u32 a = y[i % 8], b = y[i % 8 + 8];
-        x[i] = i / 8 ? __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31)
-                     : __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+        x[i] = i / 8 ? shuffle<8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31>(a, b)
+                     : shuffle<0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23>(a, b);
     }
 }
 
