@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from kernels import ops
+from kernels.matmul import multiplies_bfloat16
 from kernels.ragged import Ragged
 from kernels.rope import halves, rotate
 
@@ -28,7 +29,8 @@ def fits_compiled(widths: Sequence[int], inner: int, dtype: torch.dtype) -> bool
     MLP. They keep no results in memory from one product to the next, so estimates of peak memory
     ask this too."""
     whole = not any(width % _PANEL for width in (*widths, inner))
-    return whole and inner <= MOST_INNER and dtype in (torch.float32, torch.bfloat16)
+    most = MOST_INNER if dtype is torch.float32 or multiplies_bfloat16() else inner
+    return whole and inner <= most and dtype in (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

@@ -8,6 +8,8 @@ from math import cos, pi
 import torch
 from torch import Tensor
 
+from kernels.matmul import matmul
+
 SOLVERS = ("gram_fp64", "gram_fp32", "thin_svd")
 ROWS_AT_ONCE = 1 << 12  # bounds the copy in the Gram matrix's precision
 _PLAIN, _SHIFTED = 4, 8  # rounds of subspace iteration, without and with a shift
@@ -97,4 +99,4 @@ def low_rank(x: Tensor, rank: int, solver: str) -> tuple[Tensor, Tensor]:
     )
     basis = leading(total, rank) if few else None
     basis = (directions(total)[..., :rank] if basis is None else basis).to(x.dtype)
-    return x @ basis, basis.transpose(-1, -2)
+    return matmul(x, basis), basis.transpose(-1, -2)

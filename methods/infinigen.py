@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from kernels import ops
+from kernels.matmul import matmul
 from kernels.partial import Guess, NewPartial
 from kernels.partial import narrowed as narrowed_queries
 from kernels.per_sequence import CountedOnDevice, PerSequence, most_of
@@ -114,7 +115,7 @@ class InfiniGenRead(Pooled, capturable=True, of_each=OF_EACH):
             self._skew,
         )
         self.basis = narrowed(columns, chosen).to(keys.dtype)
-        self.partial = GrowingRows(self.cache, keys @ self.basis, self.request.capacity)
+        self.partial = GrowingRows(self.cache, matmul(keys, self.basis), self.request.capacity)
         if self.slots is not None:
             kept = ops.gather_rows(self.partial.filled, self.fill())
             self.partial = GrowingRows(self.cache, kept, self.store.k_rows.shape[2])

@@ -1,5 +1,5 @@
 // Attends from one token to keys and values that are codes, and decodes chosen rows of them. Only codes are read from memory:
-// bf16 attends to them as they are where AVX-512 or AMX can (coded_scaled.hpp), in half the time; otherwise a block of rows is
+// bf16 attends to them as they are where AVX2, AVX-512 or AMX can (coded_scaled.hpp), in half the time; otherwise a block of rows is
 // decoded into L1, for all heads of its group at once, and attended to there as other rows are.
 #include "calls.hpp"
 #include "coded_dots.hpp"
@@ -141,7 +141,7 @@ std::unique_ptr<ScaledAttention> scaled_of(const CodedAttention& in, int64_t seq
     // one head saves less on tiles than it takes to make bf16 numbers of 8 bits, and few heads fill no tile; sums on tiles
     // are those of all channels, so that they cannot take scales of some of them
     const bool on_tiles = uses_tiles<T>() && in.codes.kind != FLOATS4 && (in.heads > 1 || in.codes.bits < 8);
-#if defined(__AVX512BW__)
+#if defined(HAS_DOTS)
     const bf16* q = (const bf16*)in.q + (sequence * in.groups + group) * in.heads * in.width;
     const bool has_nan = std::any_of(q, q + in.heads * in.width, [](bf16 x) { return (x & 0x7fff) > 0x7f80; });
     if (!has_nan && (!on_tiles || in.heads <= 4))  // there is no whole number for it

@@ -5,7 +5,8 @@
 #pragma once
 #include "coded_scaled.hpp"
 
-#if defined(__AVX512BW__)
+#if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#define HAS_DOTS
 namespace {
 
 // The largest whole number of a query or weight, and of a level: sums of MOST_DIM products fit 32 bits. That of a level is
@@ -13,14 +14,19 @@ namespace {
 constexpr int LARGEST = (1 << 14) - 1, LARGEST_LEVEL = 42 * 12;
 
 // Computes acc + a.even * b.even + a.odd * b.odd for halves that are whole numbers.
-inline i32 dot_halves(i32 acc, u32 a, u32 b) {
+INLINE i32 dot_halves(i32 acc, u32 a, u32 b) {
 #if defined(__AVX512VNNI__)
     return (i32)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
-#else
+#elif defined(__AVX512BW__)
     return acc + (i32)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#else
+    UNROLL for (int i = 0; i < 2; i++)
+        acc.part[i] += (i32::Register)_mm256_madd_epi16((__m256i)a.part[i], (__m256i)b.part[i]);
+    return acc;
 #endif
 }
 
+#if defined(__AVX512BW__)
 // Gives for each half of a vector its place among the halves of two.
 struct Order {
     alignas(LINE) uint16_t of[2 * LANES];
@@ -38,6 +44,24 @@ inline u32 halves_of(f32 a, f32 b, const Order& order) {
     const __m512i low = _mm512_cvtps_epi32((__m512)a), high = _mm512_cvtps_epi32((__m512)b);
     return (u32)_mm512_permutex2var_epi16(low, load<__m512i>(order.of), high);
 }
+inline u32 halves_in_order(f32 a, f32 b) { return halves_of(a, b, IN_ORDER); }
+inline u32 halves_by_fours(f32 a, f32 b) { return halves_of(a, b, FOURS); }
+#else
+INLINE u32 nearest(f32 x) {
+    u32 whole;
+    UNROLL for (int i = 0; i < 2; i++) whole.part[i] = (u32::Register)_mm256_cvtps_epi32((__m256)x.part[i]);
+    return whole;
+}
+INLINE u32 halves_in_order(f32 x, f32 y) {
+    const u32 a = nearest(x), b = nearest(y);
+    return (evens(a, b) & 0xffffu) | odds(a, b) << 16;
+}
+INLINE u32 halves_by_fours(f32 x, f32 y) {  // of four, 0, 2, 1, 3
+    const u32 a = nearest(x), b = nearest(y);
+    const u32 low = shuffle<0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29>(a, b);
+    return (low & 0xffffu) | shuffle<2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31>(a, b) << 16;
+}
+#endif
 
 template <class Format> constexpr bool HAS_HALVES = false;
 template <int BITS> constexpr bool HAS_HALVES<Integers<BITS>> = true;
@@ -52,23 +76,54 @@ template <class Format> struct Halves {
     // Channels of a row that share a scale (0: all), and ranges of the 32 channels of a vector, which its lanes take in turn.
     static constexpr int GROUP = std::is_same_v<Format, Floats4> ? 16 : 0, MIXED = GROUP ? 2 * LANES / GROUP : 1;
     alignas(LINE) int16_t table[2 * LANES] = {};  // of levels, by the lower five bits of a code
+    alignas(LINE) uint8_t low_bytes[LANES], high_bytes[LANES];  // of the first sixteen
     float unit = 1;
 
     explicit Halves(const float* levels) {
         if (Format::RANGED) return;
         for (int i = 0; i < 1 << BITS; i++) unit = std::max(i ? unit : 0, std::abs(levels[i]) / LARGEST_LEVEL);
         for (int i = 0; i < 2 * LANES; i++) table[i] = std::lrint(levels[i % (1 << BITS)] / unit);
+        for (int i = 0; i < LANES; i++) low_bytes[i] = table[i], high_bytes[i] = (uint16_t)table[i] >> 8;
     }
-    u32 numbers(u32 codes) const {
+    INLINE u32 numbers(u32 codes) const {
         if (Format::RANGED) return codes & ((1u << BITS) - 1) * 0x10001;
+#if defined(__AVX512BW__)
         return (u32)_mm512_permutexvar_epi16((__m512i)codes, load<__m512i>(table));
+#else  // byte by byte: where the highest bit of a place is set the result is zero
+        const __m256i low = _mm256_broadcastsi128_si256(load<__m128i>(low_bytes));
+        const __m256i high = _mm256_broadcastsi128_si256(load<__m128i>(high_bytes));
+        u32 places = codes & 0xf000fu, of_low = places | 0x80008000u, of_high = places << 8 | 0x800080u, x;
+        UNROLL for (int i = 0; i < 2; i++)
+            x.part[i] = (u32::Register)(_mm256_shuffle_epi8(low, (__m256i)of_low.part[i]) |
+                                        _mm256_shuffle_epi8(high, (__m256i)of_high.part[i]));
+        return x;
+#endif
     }
 
     // Prefetches a line: of codes of 8 bits into L2, which has more lines on their way at once than L1.
     static void fetch(const char* line) { __builtin_prefetch(line, 0, BITS == 8 ? 2 : 3); }
     // Repeats a word up to a vector, or the words of MIXED ranges in turn.
-    static u32 repeat(const void* of) {
-        return MIXED == 1 ? splat(load<uint32_t>(of)) : (u32)_mm512_set1_epi64(load<int64_t>(of));
+    static INLINE u32 repeat(const void* of) {
+        if (MIXED == 1) return splat(load<uint32_t>(of));
+#if defined(__AVX512BW__)
+        return (u32)_mm512_set1_epi64(load<int64_t>(of));
+#else
+        const auto part = (u32::Register)_mm256_set1_epi64x(load<int64_t>(of));
+        return {{part, part}};
+#endif
+    }
+    // Loads 32 bytes of two rows: each word has a half of both, of MIXED ranges in turn.
+    static INLINE u32 halves_of_both(const char* a, const char* b) {
+#if defined(__AVX512BW__)
+        static constexpr Order pairs =
+            order_of([](int i) { return (MIXED == 1 ? i / 2 : i / 4 + i / 2 % 2 * 8) + i % 2 * LANES; });
+        const __m512i one = _mm512_castsi256_si512(load<__m256i>(a));
+        const __m512i both = _mm512_inserti64x4(one, load<__m256i>(b), 1);
+        return (u32)_mm512_permutexvar_epi16(load<__m512i>(pairs.of), both);
+#else
+        const u32 both = convert<u32>(load<Half>(a)) | convert<u32>(load<Half>(b)) << 16;
+        return MIXED == 1 ? both : shuffle<0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15>(both, both);
+#endif
     }
     // Returns the place of channel c among sums, which stand in the order of the lanes of words.
     static int64_t place_of(int64_t c) {
@@ -112,9 +167,7 @@ template <class Format> struct Halves {
     void add(const char* row, int64_t stride, int count, int bytes, RangeOf range_of,
              const uint32_t (*weights)[MOST_RANGES * TOKENS / 2], const float (*units)[MOST_RANGES], float* to,
              int64_t to_stride) const {
-        constexpr int AT_ONCE = std::min(STEPS, 16 / H);
-        static constexpr Order pairs =
-            order_of([](int i) { return (MIXED == 1 ? i / 2 : i / 4 + i / 2 % 2 * 8) + i % 2 * LANES; });
+        constexpr int AT_ONCE = std::min(STEPS, HELD / 2 / H);
         for (int c = 0; c < bytes; c += 2 * LANES)
             for (int step = 0; step < STEPS; step += AT_ONCE) {
                 int weight[AT_ONCE];  // where those of a step begin
@@ -126,9 +179,7 @@ template <class Format> struct Halves {
                         fetch(a + TOKENS * stride);
                         fetch(b + TOKENS * stride);
                     }
-                    const __m512i one = _mm512_castsi256_si512(load<__m256i>(a));
-                    const __m512i both = _mm512_inserti64x4(one, load<__m256i>(b), 1);
-                    u32 codes = (u32)_mm512_permutexvar_epi16(load<__m512i>(pairs.of), both) >> uint32_t(step * BITS);
+                    const u32 codes = halves_of_both(a, b) >> uint32_t(step * BITS);
                     UNROLL for (int i = 0; i < AT_ONCE; i++) {
                         const u32 x = numbers(codes >> uint32_t(i * BITS));
                         UNROLL for (int h = 0; h < H; h++)
@@ -147,15 +198,17 @@ template <class Format> struct Halves {
     }
 };
 
-// Calls f(h, n) for all heads, four at a time: n is 1, 2 or 4, and may reach beyond the last head.
+// Calls f(h, n) for all heads, so many at a time that registers hold their sums: n is 1, 2 or 4, and may reach beyond the
+// last head.
 template <class F> void by_four(int heads, F f) {
-    for (int h = 0; h < heads; h += 4)
+    constexpr int MOST = std::clamp(HELD / 4, 1, 4);
+    for (int h = 0; h < heads; h += MOST)
         if (heads - h == 1)
             f(h, std::integral_constant<int, 1>{});
         else if (heads - h == 2)
-            f(h, std::integral_constant<int, 2>{});
+            f(h, std::integral_constant<int, std::min(2, MOST)>{});
         else
-            f(h, std::integral_constant<int, 4>{});
+            f(h, std::integral_constant<int, MOST>{});
 }
 
 template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
@@ -189,7 +242,7 @@ template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
             query_units[h] = largest(most) / LARGEST;
             const float times = query_units[h] > 0 ? 1 / query_units[h] : 0;
             for (int c = 0; c < width; c += 2 * LANES)
-                store(query[h] + c / 2, halves_of(load<f32>(x + c) * times, load<f32>(x + c + LANES) * times, FOURS));
+                store(query[h] + c / 2, halves_by_fours(load<f32>(x + c) * times, load<f32>(x + c + LANES) * times));
         }
     }
 
@@ -203,7 +256,7 @@ template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
         each_block(first, count, [&](int from, int, int64_t of_rows) {  // the rows before are those of other blocks
             set_block(of_rows);
             multiply([&](int h, f32 x, int t) {
-                store(logits[h] + t, lanes + t >= from ? x + centers[h] : load<f32>(logits[h] + t));
+                store(logits[h] + t, select(lanes + t >= from, x + centers[h], load<f32>(logits[h] + t)));
             });
         });
     }
@@ -238,7 +291,7 @@ template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
             weigh_range(r, [&](int h, f32 a, f32 b) {
                 weight_units[h][r] = largest(maximum(a, b)) / LARGEST;
                 const float times = weight_units[h][r] > 0 ? 1 / weight_units[h][r] : 0;
-                store(weights[h] + r * LANES, halves_of(a * times, b * times, IN_ORDER));
+                store(weights[h] + r * LANES, halves_in_order(a * times, b * times));
             });
         for (int r = 0; MIXED > 1 && r < ranges; r += MIXED)
             for (int h = 0; h < heads; h++) {

@@ -14,6 +14,10 @@ typedef uint8_t sixteen_bytes __attribute__((vector_size(16)));
 INLINE f32 from_halves(Half halves) {
 #if defined(__AVX512F__)
     return (f32)_mm512_cvtph_ps((__m256i)halves);
+#elif defined(__AVX2__) && defined(__F16C__)
+    const __m256i all = (__m256i)halves;
+    return {{(f32::Register)_mm256_cvtph_ps(_mm256_castsi256_si128(all)),
+             (f32::Register)_mm256_cvtph_ps(_mm256_extracti128_si256(all, 1))}};
 #else
     u32 bits = convert<u32>(halves), size = bits & 0x7fffu;
     // The exponent's bias differs by 112, and infinities keep the largest exponent; small numbers are multiples of 2^-24.

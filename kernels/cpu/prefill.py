@@ -59,6 +59,8 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def prefill_attention_refuses(q, k, v, scale):
+    if not FAST.get(q.dtype, True) and q.shape[2] > 1:
+        return f"leaves {q.dtype} to torch, whose attention is faster on this processor"
     if q.dtype is torch.bfloat16 and q.shape[2] > 1 and _FASTER_IN_TORCH:
         return "leaves bfloat16 to torch, which has AMX: this build has none (KV_HARNESS_MARCH)"
     return prefill_attention_with_column_sums_refuses(q, k, v, scale)
@@ -126,8 +128,6 @@ def windowed_attention(
 def windowed_attention_refuses(q, k, v, *_):
     if q.is_cuda or q.dtype not in FAST:
         return f"takes float32 and bfloat16 on the CPU, got {q.dtype} on {q.device}"
-    if not FAST[q.dtype]:
-        return "needs AVX-512: torch's own attention is faster without"
     if q.shape[3] % 16:
         return f"needs a head size that 16 divides, got {q.shape[3]}"
     if v.shape[3] != k.shape[3]:

@@ -7,9 +7,9 @@ namespace {
 
 using Call = RebuildKeys;
 
-// Loads sixteen words of a step: one row of fp32, or two interleaved rows of bf16.
-inline u32 words_of(const float* row, int64_t) { return load<u32>(row); }
-inline u32 words_of(const bf16* row, int64_t next) {
+// Loads sixteen words of a step: one row in fp32, or two interleaved rows of bf16.
+template <class E> u32 words_of(F32, const E* row, int64_t) { return (u32)widen(row); }
+inline u32 words_of(BF16, const bf16* row, int64_t next) {
     return convert<u32>(load<Half>(row)) | convert<u32>(load<Half>(row + next)) << 16;
 }
 
@@ -33,14 +33,14 @@ template <class T> int64_t whole_tiles(int64_t rank) { return (rank / T::PER_WOR
 
 // Arranges a basis [r][D] in words, with channels that rotate together side by side: H vectors of the first half, then
 // their partners. Zeros fill it up to whole tiles.
-template <class T, int H> Buffer<uint32_t> arrange(const typename T::Element* basis, int64_t rank, int64_t dim) {
+template <class T, int H, class E> Buffer<uint32_t> arrange(const E* basis, int64_t rank, int64_t dim) {
     Buffer<uint32_t> words(whole_tiles<T>(rank) * dim);
     uint32_t* to = words.data();
     for (int64_t row = 0; row < rank; row += T::PER_WORD)
         for (int64_t c = 0; c < dim / 2; c += H * LANES)
             for (int side = 0; side < 2; side++)
                 for (int i = 0; i < H; i++, to += LANES)
-                    store(to, words_of(basis + row * dim + side * dim / 2 + c + i * LANES, dim));
+                    store(to, words_of(T{}, basis + row * dim + side * dim / 2 + c + i * LANES, dim));
     return words;
 }
 
@@ -66,9 +66,10 @@ void products_on_tiles(const uint32_t* together, const uint32_t* b, int64_t stri
         multiply_tiles<false>(together, words, b + n, stride, (float*)out + n, V * LANES, words / LANES);
 }
 
-template <class T, int H>
+// E: the type of all numbers, which are multiplied as words of T.
+template <class T, int H, class E>
 void rebuild(const Call& call, const Buffer<uint32_t>& basis, int64_t pair, int64_t first, int64_t last) {
-    using E = typename T::Element;
+    constexpr bool WIDENED = !std::is_same_v<typename T::Element, E>;
     std::vector<int64_t> positions, places;  // of the rows, and where they go
     for (int64_t i = pair * call.count + first; i < pair * call.count + last; i++)
         for (int64_t t = 0; t < call.size && call.chunks[i] >= 0; t++)
@@ -78,7 +79,7 @@ void rebuild(const Call& call, const Buffer<uint32_t>& basis, int64_t pair, int6
     int64_t sequence = pair / call.groups;
     bool by_tiles = uses_tiles<T>();
     int64_t filled = whole_tiles<T>(call.rank);
-    Buffer<uint32_t> together(by_tiles ? ROWS * filled : 0);
+    Buffer<uint32_t> together(by_tiles || WIDENED ? ROWS * filled : 0);
     Tiles tiles(by_tiles);
     Rows u(call.u, call.u_row, call.u_table, sequence, call.u_batch);
     Rows turns(call.cos, call.cos_row, call.cos_table, sequence), tilts(call.sin, call.sin_row, call.sin_table, sequence);
@@ -100,6 +101,11 @@ void rebuild(const Call& call, const Buffer<uint32_t>& basis, int64_t pair, int6
             sin[r] = tilts.at<E>(position);
         }
         for (int r = 0; r < ROWS && by_tiles; r++) std::memcpy(&together[r * filled], rows[r], 4 * words);
+        for (int r = 0; r < ROWS && WIDENED; r++) {
+            const E* row = (const E*)rows[r];
+            rows[r] = &together[r * filled];
+            for (int64_t c = 0; c < call.rank; c++) ((float*)rows[r])[c] = to_float(row[c]);
+        }
         for (int64_t c = 0; c < half; c += H * LANES) {
             f32 sums[ROWS][2 * H];
             if (by_tiles)
@@ -126,28 +132,34 @@ void rebuild(const Call& call, const Buffer<uint32_t>& basis, int64_t pair, int6
     }
 }
 
-template <class T, int H> void run(const Call& call) {
+template <class T, int H, class E> void run(const Call& call) {
     int64_t pairs = call.batch * call.groups, each = (TASK + call.size - 1) / call.size;
     int64_t tasks = (call.count + each - 1) / each;
     each_task(pairs * tasks, pairs * call.count * call.size > 64, [&](int64_t task) {
         int64_t pair = task / tasks, first = task % tasks * each, sequence = pair / call.groups;
         int64_t last = std::min(first + each, call.counts ? call.counts[sequence] : call.count);
         if (first >= last) return;
-        auto pair_basis = (const typename T::Element*)call.basis + pair * call.rank * call.dim;
+        auto pair_basis = (const E*)call.basis + pair * call.rank * call.dim;
         if (const int64_t* at = call.basis_table ? call.basis_table + 3 * sequence : nullptr)
-            pair_basis = (const typename T::Element*)(at[0] + pair % call.groups * at[1]);
-        rebuild<T, H>(call, arrange<T, H>(pair_basis, call.rank, call.dim), pair, first, last);
+            pair_basis = (const E*)(at[0] + pair % call.groups * at[1]);
+        rebuild<T, H, E>(call, arrange<T, H>(pair_basis, call.rank, call.dim), pair, first, last);
     });
 }
 
-template <class T> void run(const Call& call) {
+template <class T, class E> void run(const Call& call) {
     if (call.dim % (4 * LANES) == 0)
-        run<T, 2>(call);
+        run<T, 2, E>(call);
     else
-        run<T, 1>(call);
+        run<T, 1, E>(call);
+}
+
+void run_bf16(const Call& call) {
+    if constexpr (WIDENS)
+        if (!uses_tiles<BF16>()) return run<F32, bf16>(call);
+    run<BF16, bf16>(call);
 }
 
 }  // namespace
 
-EXPORT void rebuild_keys(const RebuildKeys& call) { call.is_bf16 ? run<BF16>(call) : run<F32>(call); }
+EXPORT void rebuild_keys(const RebuildKeys& call) { call.is_bf16 ? run_bf16(call) : run<F32, float>(call); }
 EXPORT int64_t is_on_tiles() { return has_tiles(); }

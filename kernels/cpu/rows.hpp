@@ -56,8 +56,12 @@ template <class V> inline V load_part(const void* from, int bytes) {
 #if defined(__AVX512BW__)
     return (V)_mm512_maskz_loadu_epi8(~0ull >> (LINE - bytes), from);
 #else
+    if (bytes == LINE) return load<V>(from);
     V v = {};
-    std::memcpy(&v, from, bytes);
+    if (bytes == LINE / 2)
+        std::memcpy(&v, from, LINE / 2);  // without a call
+    else
+        std::memcpy(&v, from, bytes);
     return v;
 #endif
 }

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.matmul import matmul
 from methods.abilities import ability
 from methods.abilities.repeat import Piece, Repeat, attend_again
 from methods.base import AttnInput, KVLayer, LayerSpec
@@ -40,7 +41,7 @@ class LayerShape:
         weight = _random(index, (WIDTH, self.heads * self.head_dim), self) * WIDTH**-0.5
 
         def project(hidden: Tensor) -> Tensor:
-            return (hidden @ weight).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
+            return matmul(hidden, weight).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
 
         scale = self.head_dim**-0.5
         return LayerSpec(
