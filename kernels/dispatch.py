@@ -35,7 +35,8 @@ class Backend(NamedTuple):
     call."""
 
     run: Callable[..., Any]
-    refuses: Callable[..., str | None] | None  # None: it serves every call
+    # None: it serves every call; a text: it serves none, for this reason
+    refuses: Callable[..., str | None] | str | None
     too_large: tuple[type[Exception], ...] = ()  # errors that are raised before anything runs
 
 
@@ -54,11 +55,12 @@ class Op:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forced = _forced.get()
         for name in (forced,) if forced in self.targets else self.order:
-            on_gpu = bool(args) and getattr(args[0], "is_cuda", False)
-            if name == "cpu" and name not in self._loaded and on_gpu and forced is None:
-                continue  # it would be compiled only to refuse
-            run, refuses, too_large = self._loaded.get(name) or self._import(name)
-            reason = None if refuses is None else refuses(*args, **kwargs)
+            if (backend := self._loaded.get(name)) is None:
+                if name == "cpu" and forced is None and args and getattr(args[0], "is_cuda", False):
+                    continue  # it would be compiled only to refuse
+                backend = self._import(name)
+            run, refuses, too_large = backend
+            reason = refuses(*args, **kwargs) if callable(refuses) else refuses
             if reason is not None:
                 continue
             around = _around.get()
@@ -78,7 +80,7 @@ class Op:
     def refusal(self, backend: str, *args: Any, **kwargs: Any) -> str | None:
         """Return why `backend` cannot serve this call, or None."""
         refuses = self.backend(backend).refuses
-        return None if refuses is None else refuses(*args, **kwargs)
+        return refuses(*args, **kwargs) if callable(refuses) else refuses
 
     def backend(self, name: str) -> Backend:
         """Return a backend by name, whether or not it can serve a call."""
@@ -88,21 +90,13 @@ class Op:
         try:
             module = import_module(self.targets[backend])
         except (ImportError, OSError) as error:
-            self._loaded[backend] = _missing(f"import failed: {error}")
+            reason = f"import failed: {error}"
+            self._loaded[backend] = Backend(lambda *args, **kwargs: reason, reason)
         else:
             refuses = getattr(module, f"{self.name}_refuses", None)
             too_large = getattr(sys.modules.get(module.__package__ or ""), "TOO_LARGE", ())
             self._loaded[backend] = Backend(getattr(module, self.name), refuses, too_large)
         return self._loaded[backend]
-
-
-def _missing(reason: str) -> Backend:
-    """Return a backend that could not be imported: it refuses every call for `reason`."""
-
-    def refuses(*args: Any, **kwargs: Any) -> str:
-        return reason
-
-    return Backend(refuses, refuses)
 
 
 @contextmanager
