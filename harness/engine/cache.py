@@ -8,7 +8,6 @@ of tokens in a forward."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -329,10 +328,12 @@ class KVCache(Cache):
                 self.watch.prefill(layer, x)
             return out
         self.refuse_prompt(self._arriving)
-        with unwritten(self.layers[layer]) if self.state.checking else nullcontext():
-            out = self.layers[layer].decode(x)
         if self.state.checking:
+            with unwritten(self.layers[layer]):
+                out = self.layers[layer].decode(x)
             self._check_positions(self.layers[layer])
+        else:
+            out = self.layers[layer].decode(x)
         if self.watch is not None:
             self.watch.decode(self.layers[layer], x, out)
         return out

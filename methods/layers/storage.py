@@ -108,10 +108,10 @@ class Storage(KVLayer):
         if x.stored:
             self.store.count_written()
         else:
-            copies = self.heads // self.spec.num_kv_heads
-            self.store.append(
-                *(side if copies == 1 else side.repeat_interleave(copies, 1) for side in (x.k, x.v))
-            )
+            k, v = x.k, x.v
+            if (copies := self.heads // self.spec.num_kv_heads) > 1:
+                k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
+            self.store.append(k, v)
 
     def retain(self, rows: Tensor) -> None:
         """Drop all stored tokens except `rows`, [B G K] or [B H K], ascending, and shrink the store

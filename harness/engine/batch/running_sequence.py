@@ -389,7 +389,7 @@ class RunningSequence:
         needed = [
             count.to(self._device)
             for layer, count in zip(layers, prompt, strict=True)
-            if counts_choices(layer)
+            if isinstance(count, Tensor) and counts_choices(layer)
         ]
         if needed:
             self._varying = self._varying + torch.stack(needed)
