@@ -120,6 +120,9 @@ class Ragged:
         """Return the tensor of the first sequence."""
         return self.parts[0] if "parts" in vars(self) else self.whole[:1]
 
+    def stride(self, dim: int) -> int:
+        return self.first.stride(dim)
+
     @cached_property
     def dense(self) -> bool:
         """Return whether every sequence's tensor is contiguous."""
@@ -205,6 +208,13 @@ def counts_of(x: Tensor | Ragged | int | PerSequence, device: torch.device) -> T
     return sizes.on(device) if isinstance(sizes, PerSequence) else None
 
 
+def parts_of(
+    x: Tensor | Ragged, device: torch.device
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return what `first_of`, `table_of` and `counts_of` give for x."""
+    return (x.first, x.table, x.sizes.on(device)) if isinstance(x, Ragged) else (x, None, None)
+
+
 def filled(x: Tensor | Ragged) -> Tensor:
     """Return x as one tensor [B ...], padded where sequences are shorter; the padding must not be
     read."""
@@ -241,13 +251,15 @@ def too_few(x: Tensor | Ragged, count: int | PerSequence, dim: int = -1) -> bool
     if isinstance(count, CountedOnDevice):
         return False
     left = (x.sizes if isinstance(x, Ragged) else x.shape[dim]) - count
-    return min(values_per_sequence(left, 1)) < 0
+    return (left if isinstance(left, int) else min(left.values)) < 0
 
 
 def appended(x: Tensor | Ragged, entry: int | PerSequence) -> Tensor:
     """Append `entry`, one number for all or one per sequence, to the end of each sequence's rows. x
     [B ... S] -> [B ... S + 1], padded where sequences are shorter"""
     whole = filled(x)
+    if isinstance(entry, int) and not isinstance(x, Ragged):
+        return pad(whole, (0, 1), value=entry)
     ones = [1] * (whole.dim() - 1)
     entries = (
         entry.on(whole.device).view(-1, *ones)

@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels import ops
 from kernels.cpu.ffi.bindings import Function, Struct, elements, floats, int64s, integer
 from kernels.cpu.ffi.library import load
-from kernels.ragged import Ragged, counts_of, filled, first_of, table_of, with_sizes
+from kernels.ragged import Ragged, filled, first_of, parts_of, with_sizes
 
 
 class ChannelProducts(Struct):
@@ -72,8 +72,9 @@ def _run(
     q: Tensor, x: Tensor | Ragged, channels: Tensor, parts: int, **written: Tensor | None
 ) -> None:
     batch, groups, heads, num_channels = q.shape
+    first, table, counts = parts_of(x, q.device)
     _library.channel_products(
-        q=q.to(x.dtype).float().contiguous(), x=first_of(x), table=table_of(x), counts=counts_of(x, q.device),
+        q=q.to(x.dtype).float().contiguous(), x=first, table=table, counts=counts,
         channels=channels.long().contiguous(), batch=batch, groups=groups, heads=heads, count=x.shape[3],
         num_channels=num_channels, parts=parts, part_size=_PART, **written,
     )  # fmt: skip

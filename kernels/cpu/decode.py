@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.cpu.ffi import bindings
 from kernels.cpu.ffi.bindings import Function, elements, floats, int64s, integer, real
 from kernels.cpu.ffi.library import load
-from kernels.ragged import Ragged, first_of
+from kernels.ragged import Ragged
 from kernels.reference import NARROW, Segment
 
 
@@ -63,7 +63,7 @@ def segment_attention_refuses(q, segments, scale):
     if width % 64 or width // 64 not in _LINES:
         return f"is not built for heads of {q.shape[3]} x {q.dtype}"
     for segment in segments:
-        k, v = first_of(segment.k), first_of(segment.v)
+        k, v = segment.k, segment.v
         if v.shape[3] != k.shape[3]:
             return NARROW.format(v.shape[3], k.shape[3])
         if k.dtype != q.dtype or v.dtype != q.dtype:
@@ -87,11 +87,12 @@ segment_attention_with_lse_refuses = segment_attention_refuses
 
 def _attend(q: Tensor, segments: Sequence[Segment], scale: float, lse: Tensor | None) -> Tensor:
     batch, heads, _, dim = q.shape
-    groups = max(segment.lists[0] for segment in segments)
+    sizes = [segment.lists for segment in segments]
+    groups = max(sizes)[0]
     packed, kept = [], []  # kept: tensors that must live until the call is over
-    for segment in segments:
+    for segment, (lists, count) in zip(segments, sizes, strict=True):
         k, v, rows, live, _ = segment
-        listed, (lists, count) = k if rows is None else rows, segment.lists
+        listed = k if rows is None else rows
         if not count:
             continue
         if live is not None:

@@ -16,7 +16,7 @@ from kernels.cpu.ffi.bindings import (
     real,
 )
 from kernels.cpu.ffi.library import load
-from kernels.ragged import Ragged, counts_of, first_of, table_of, with_sizes
+from kernels.ragged import Ragged, parts_of, with_sizes
 
 
 class PQWeights(Struct):
@@ -48,10 +48,11 @@ def pq_weights(
     count = codes.shape[2]
     out = q.new_empty((batch, groups, count), dtype=torch.float32)
     if count:
+        one, of_centroids, sizes = parts_of(centroids, q.device)
+        first, of_codes, counts = parts_of(codes, q.device)
         _library.pq_weights(
-            q=q.contiguous(), centroids=first_of(centroids).contiguous(), codes=first_of(codes).contiguous(),
-            of_centroids=table_of(centroids), of_codes=table_of(codes), sizes=counts_of(centroids, q.device),
-            counts=counts_of(codes, q.device), out=out,
+            q=q.contiguous(), centroids=one.contiguous(), codes=first.contiguous(), of_centroids=of_centroids,
+            of_codes=of_codes, sizes=sizes, counts=counts, out=out,
             code_bytes=codes.dtype.itemsize, pairs=batch * groups, groups=groups, heads=q.shape[1] // groups,
             parts=parts, clusters=clusters, width=width, count=count, scale=scale,
         )  # fmt: skip

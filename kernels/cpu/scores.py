@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from kernels.cpu.ffi.bindings import Function, Struct, elements, floats, int64s, integer, real
 from kernels.cpu.ffi.library import load
 from kernels.pages import by_sign
-from kernels.ragged import Ragged, counts_of, first_of, table_of, with_sizes
+from kernels.ragged import Ragged, parts_of, with_sizes
 
 
 class RowScores(Struct):
@@ -61,16 +61,16 @@ def _scores(
     out = q.new_empty((batch, groups, heads, count), dtype=torch.float32)
     q = q.contiguous() if width * size % 64 == 0 else pad(q, (0, -width % (64 // size)))
     if count:
+        first, table, counts = parts_of(x, q.device)
         _library.row_scores(
-            q=q, x=first_of(x), table=table_of(x), counts=counts_of(x, q.device), out=out, batch=batch,
-            groups=groups, heads=heads, width=q.shape[3], count=count, row_bytes=width * size, lses=lses,
-            part=_PART, scale=scale or 1.0,
+            q=q, x=first, table=table, counts=counts, out=out, batch=batch, groups=groups, heads=heads,
+            width=q.shape[3], count=count, row_bytes=width * size, lses=lses, part=_PART, scale=scale or 1.0,
         )  # fmt: skip
     return out, lses
 
 
 def row_scores_refuses(q, x):
-    return _unfit(q, first_of(x), q.shape[3])
+    return _unfit(q, x, q.shape[3])
 
 
 def row_scores_with_lse(q: Tensor, x: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -96,10 +96,10 @@ def page_scores(q: Tensor, bounds: Tensor | Ragged) -> Tensor | Ragged:
 
 
 def page_scores_refuses(q, bounds):
-    return _unfit(q, first_of(bounds), 2 * q.shape[3])
+    return _unfit(q, bounds, 2 * q.shape[3])
 
 
-def _unfit(q: Tensor, x: Tensor, width: int) -> str | None:
+def _unfit(q: Tensor, x: Tensor | Ragged, width: int) -> str | None:
     """Return why the compiled function cannot multiply q with rows x of `width` channels, or
     None."""
     if -(-width * _BYTES.get(q.dtype, 1) // 64) not in _LINES:
