@@ -36,4 +36,5 @@ def token_rows(chunks: Tensor | Ragged, size: int, last: int | PerSequence | Non
     For several sequences with different K, entries after the tokens of a shorter one are any
     existing tokens."""
     whole = filled(chunks) if last is None else appended(chunks, last)
-    return (whole.unsqueeze(-1) * size + torch.arange(size, device=whole.device)).flatten(2)
+    within = torch.arange(size, device=whole.device)
+    return torch.add(within, whole.unsqueeze(-1), alpha=size).flatten(2)

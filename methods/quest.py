@@ -64,11 +64,10 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
         """Return the tokens of the `top` best pages for each selecting head, q [B H 1 D] ->
         [B H|G K]. Where a head chose the shorter last page, numbers from `sealed` (the prompt's
         length) on stand for missing tokens."""
-        groups = q.view(q.shape[0], self.spec.num_kv_heads, self.spec.group, -1)
-        scores = ops.page_scores(groups, self.bounds)  # [B G g P]
-        whole = filled(scores)
+        groups = q.view(q.shape[0], self.spec.num_kv_heads, -1, q.shape[3])
+        whole = filled(ops.page_scores(groups, self.bounds))  # [B G g P]
         size = self.method.page_size
-        last = (self.sealed - 1) // self.method.page_size
+        last = (self.sealed - 1) // size
         if self.method.by_query_head(self.spec):
             whole = whole.flatten(1, 2)
         else:
@@ -85,7 +84,7 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
         absent = self.absent(rows)
         there = rows if absent is None else rows.clamp(max=self.sealed - 1)
         away = self.layer.far is not None
-        pages = self.fetch(there) if away else self.candidates()._replace(rows=there)
+        pages = self.fetch(there) if away else Segment(*self.candidates()[:2], there)
         if absent is not None:
             pages = pages._replace(log_weights=torch.where(absent, float("-inf"), 0.0))
         return self.attend(x.q, self.weighted(pages), *self.always_read())
@@ -106,8 +105,8 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
     def _tokens(self, pages: int) -> int:
         """Return how many tokens `pages` chosen pages hold; with `last_page` one of them is the
         prompt's last page, which may be shorter."""
-        size = self.method.page_size
-        last = self.sealed - (self.sealed - 1) // size * size
+        size, sealed = self.method.page_size, self.sealed
+        last = sealed - (sealed - 1) // size * size
         return (pages - 1) * size + last if self.method.last_page else pages * size
 
     def attended_under(self, plan: int) -> Attended:
