@@ -383,8 +383,8 @@ EXPORT void prompt_output(const BlockWeights& block, const BlockOutput& in) {
     in.is_bf16 ? prompt_output<BF16>(block, in) : prompt_output<F32>(block, in);
 }
 
-// Says whether our products suit this processor. In fp32 they take two thirds of torch's time with AVX2 and less with
-// AVX-512. In bf16 torch multiplies number by number without AVX-512; but tiles that only torch has are faster.
+// Says whether our products suit this processor: with narrower vectors torch's are faster. In bf16 torch multiplies number by
+// number without AVX-512; but tiles that only torch has are faster.
 EXPORT int64_t is_fast_in_float32() {
 #if defined(__AVX2__)
     return 1;
