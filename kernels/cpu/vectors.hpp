@@ -10,7 +10,11 @@
 constexpr int LANES = 16;  // numbers of a vector
 constexpr int LINE = 64;   // bytes of a vector and a cache line
 #define UNROLL _Pragma("GCC unroll 16")
+#if defined(__AVX512F__)
+#define INLINE inline
+#else  // a call would pass vectors in memory
 #define INLINE inline __attribute__((always_inline))
+#endif
 
 typedef uint16_t Half __attribute__((vector_size(32)));
 
