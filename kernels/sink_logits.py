@@ -76,7 +76,7 @@ def segment_attention(
 ) -> Tensor:
     """Attend from one token per sequence to the tokens of all segments, plain or coded, under one
     softmax. q [B H 1 D], sink_logits [H] or None -> [B H 1 D]"""
-    if sink_logits is None and {*map(type, segments)} <= {Segment}:
+    if sink_logits is None and all(isinstance(segment, Segment) for segment in segments):
         return ops.segment_attention(q, segments, scale)
     return with_sink(*_attended(q, segments, scale), sink_logits)
 

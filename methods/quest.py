@@ -84,7 +84,7 @@ class QuestRead(Read[int], capturable=True, of_each={"bounds": 2}):
         absent = self.absent(rows)
         there = rows if absent is None else rows.clamp(max=self.sealed - 1)
         away = self.layer.far is not None
-        pages = self.fetch(there) if away else Segment(*self.candidates()[:2], there)
+        pages = self.fetch(there) if away else self.candidates()._replace(rows=there)
         if absent is not None:
             pages = pages._replace(log_weights=torch.where(absent, float("-inf"), 0.0))
         return self.attend(x.q, self.weighted(pages), *self.always_read())

@@ -16,11 +16,6 @@ constexpr float SLACK = 8;   // weights may grow to 2^8 before the sums are resc
 // Whether numbers of type E are multiplied as words of T after they are widened.
 template <class T, class E> constexpr bool WIDENED = !std::is_same_v<typename T::Element, E>;
 
-template <class E> const float* widened(const E* from, int64_t count, float* to) {
-    for (int64_t i = 0; i < count; i++) to[i] = to_float(from[i]);
-    return to;
-}
-
 struct Call : PrefillAttention {
     float log2_scale;  // softmax in powers of two
     bool by_tiles;     // AMX

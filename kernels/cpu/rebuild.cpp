@@ -102,9 +102,7 @@ void rebuild(const Call& call, const Buffer<uint32_t>& basis, int64_t pair, int6
         }
         for (int r = 0; r < ROWS && by_tiles; r++) std::memcpy(&together[r * filled], rows[r], 4 * words);
         for (int r = 0; r < ROWS && WIDENED; r++) {
-            const E* row = (const E*)rows[r];
-            rows[r] = &together[r * filled];
-            for (int64_t c = 0; c < call.rank; c++) ((float*)rows[r])[c] = to_float(row[c]);
+            rows[r] = (const uint32_t*)widened((const E*)rows[r], call.rank, (float*)&together[r * filled]);
         }
         for (int64_t c = 0; c < half; c += H * LANES) {
             f32 sums[ROWS][2 * H];

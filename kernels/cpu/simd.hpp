@@ -97,6 +97,11 @@ inline float to_float(bf16 x) {
     std::memcpy(&y, &bits, 4);
     return y;
 }
+// Writes `count` numbers in fp32, and returns these.
+template <class E> const float* widened(const E* from, int64_t count, float* to) {
+    for (int64_t i = 0; i < count; i++) to[i] = to_float(from[i]);
+    return to;
+}
 inline void put(float* to, float x) { *to = x; }
 inline void put(bf16* to, float x) {
     uint32_t bits;

@@ -50,7 +50,6 @@ constexpr int HELD = 16 * REGISTER / LINE;
 template <class T> struct Vector {
     typedef T Register __attribute__((vector_size(REGISTER)));
     static constexpr int PARTS = LINE / REGISTER, EACH = REGISTER / sizeof(T);
-    using Element = T;
     using Mask = Vector<std::conditional_t<sizeof(T) == 1, int8_t, int32_t>>;  // all bits of a lane, or none
     Register part[PARTS];
 

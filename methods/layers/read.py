@@ -298,8 +298,7 @@ class Select(Read[Plan], capturable=True):
         if self.layer.far is not None:
             return self.attend(x.q, self.weighted(self.fetch(rows)), *self.always_read())
         sinks, *rest = self.always_read()
-        chosen = Segment(*self.middle()[:2], rows)
-        return self.attend(x.q, sinks, self.weighted(chosen), *rest)
+        return self.attend(x.q, sinks, self.weighted(self.middle()._replace(rows=rows)), *rest)
 
     def always_read(self) -> list[Segment]:
         """Return the segments of the store that every step reads: the sinks, the window at the end
