@@ -34,7 +34,11 @@ template <class V> INLINE V load(const void* from) {
     return v;
 }
 template <class V> INLINE void store(void* to, V v) { std::memcpy(to, &v, sizeof v); }
-INLINE void keep(u32& x) { asm("" : "+v"(x)); }
+INLINE void keep(u32& x) {  // by way of a local: an element of an array would be written to memory as well
+    u32 once = x;
+    asm("" : "+v"(once));
+    x = once;
+}
 template <class To, class V> INLINE To convert(V x) { return __builtin_convertvector(x, To); }
 template <class M, class V> INLINE V select(M mask, V a, V b) { return mask ? a : b; }
 
