@@ -53,8 +53,9 @@ class Niah(Task):
             raise TaskError(
                 f"task.lengths={self.lengths} must name at least one length, in tokens."
             )
-        if self.rounds < 1 or self.max_new_tokens < 1:
-            raise TaskError("task.rounds and task.max_new_tokens must be at least 1.")
+        for name in ("rounds", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise TaskError(f"task.{name}={getattr(self, name)} must be at least 1.")
         if any(part not in self.template for part in ("{context}", "{question}")):
             raise TaskError("task.template must hold {context} and {question}.")
         if not self.percents or not all(0 <= depth <= 100 for depth in self.percents):
