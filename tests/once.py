@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,9 @@ def look_up_once(patch: pytest.MonkeyPatch) -> None:
 
         patch.setattr(ConfigStore, "__deepcopy__", lambda store, memo: store, raising=False)
         _parse_once(patch)
+    if os.environ.get("TRITON_INTERPRET"):
+        with suppress(ImportError):
+            _replace_once(patch)
 
 
 def _parse_once(patch: pytest.MonkeyPatch) -> None:
@@ -44,3 +49,32 @@ def _parse_once(patch: pytest.MonkeyPatch) -> None:
         return really(file)  # whose error names the file
 
     patch.setattr(OmegaConf, "load", load)
+
+
+def _replace_once(patch: pytest.MonkeyPatch) -> None:
+    """For each call of a function within a kernel, Triton's interpreter looks through the whole language for what it
+    replaces there, and at each sum of whole numbers for an overflow that it reports only where it debugs."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    class Launch(interpreter._LangPatchScope):
+        running = False
+
+        def restore(self) -> None:
+            super().restore()
+            Launch.running = False
+
+    all_of_it = interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    changes = [(owner, name, getattr(owner, name)) for owner, name, _ in all_of_it._changes]
+    all_of_it.restore()
+
+    def replaced(function: Any) -> Any:
+        if Launch.running:  # the launch has replaced everything for the functions that its kernel calls
+            return None
+        launch, Launch.running = Launch(), True
+        for change in changes:
+            launch.set_attr(*change)
+        return launch
+
+    patch.setattr(interpreter, "_patch_lang", replaced)
+    patch.setattr(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions(sanitize_overflow=False))
