@@ -83,17 +83,33 @@ inline uint32_t order(float x) {
     return bits ^ ((uint32_t)((int32_t)bits >> 31) | 0x80000000u);
 }
 
-// From here on nothing branches on data: half of the branches would be mispredicted.
+// From here on little branches on data: half of the branches would be mispredicted.
 
-// Packs the lanes of v selected by `bits`.
-inline u32 compress(u32 v, int bits) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Holds the numbers of the lanes that each pattern of eight bits selects.
+struct SelectedLanes {
+    uint8_t lanes[256][8];
+    constexpr SelectedLanes() : lanes() {
+        for (int bits = 0; bits < 256; bits++)
+            for (int i = 0, n = 0; i < 8; i++)
+                if (bits >> i & 1) lanes[bits][n++] = i;
+    }
+};
+constexpr SelectedLanes LANES_OF;
+#endif
+
+// Stores the lanes of v that `bits` selects, one behind the other; what follows them to a whole vector is overwritten.
+inline void store_packed(void* to, u32 v, int bits) {
 #if defined(__AVX512F__)
-    return (u32)_mm512_maskz_compress_epi32(bits, (__m512i)v);
+    store(to, (u32)_mm512_maskz_compress_epi32(bits, (__m512i)v));
+#elif defined(__AVX2__)
+    for (int i = 0; i < 2; i++, bits >>= 8) {
+        const __m256i lanes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)LANES_OF.lanes[bits & 0xff]));
+        _mm256_storeu_si256((__m256i*)to, _mm256_permutevar8x32_epi32((__m256i)v.part[i], lanes));
+        to = (uint32_t*)to + __builtin_popcount(bits & 0xff);
+    }
 #else
-    u32 packed = {};
-    for (int i = 0, n = 0; i < LANES; i++)
-        if (bits >> i & 1) packed[n++] = v[i];
-    return packed;
+    for (auto at = (uint32_t*)to; bits; bits &= bits - 1) *at++ = v[__builtin_ctz(bits)];
 #endif
 }
 
@@ -119,8 +135,8 @@ int64_t collect(const float* x, int64_t count, uint32_t least, uint32_t* keys, i
         u32 key = order(v);
         uint32_t hits = bits_of(key >= least);
         if (at + LANES > count) hits &= (1 << (count - at)) - 1;
-        store(keys + kept, compress(key, hits));
-        store(places + kept, compress(place + (uint32_t)at, hits));
+        store_packed(keys + kept, key, hits);
+        store_packed(places + kept, place + (uint32_t)at, hits);
         kept += __builtin_popcount(hits);
     });
     return kept;
