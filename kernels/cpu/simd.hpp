@@ -33,8 +33,12 @@ template <class T> struct AtLine {
 template <class T> using Buffer = std::vector<T, AtLine<T>>;
 
 INLINE i32 numbers() {  // of the lanes
+#if defined(__AVX512F__)
+    return i32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};  // compilers fold what is added
+#else
     alignas(LINE) static constexpr int32_t all[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     return load<i32>(all);
+#endif
 }
 INLINE f32 splat(float x) { return f32{} + x; }
 INLINE u32 splat(uint32_t x) { return u32{} + x; }
