@@ -25,22 +25,27 @@ struct Rows {
     template <class E> const E* at(int64_t i) const { return (const E*)(first + i * row); }
 };
 
-constexpr int ROWS = 32;       // rows of a block
+// Whether registers are so few that one vector of every row of a basis is multiplied after the other: as panels of their own
+// these stay in L1.
+template <class T> constexpr bool PANELS = WIDENS && std::is_same_v<T, F32>;
+template <class T> constexpr int ROWS = PANELS<T> ? 24 : 32;  // rows of a block
 constexpr int64_t TASK = 512;  // rows of a task, about
 
 // Returns the words of `rank` channels, filled up to whole tiles.
 template <class T> int64_t whole_tiles(int64_t rank) { return (rank / T::PER_WORD + LANES - 1) / LANES * LANES; }
 
 // Arranges a basis [r][D] in words, with channels that rotate together side by side: H vectors of the first half, then
-// their partners. Zeros fill it up to whole tiles.
+// their partners; each vector of all rows may be a panel of its own. Zeros fill it up to whole tiles.
 template <class T, int H, class E> Buffer<uint32_t> arrange(const E* basis, int64_t rank, int64_t dim) {
-    Buffer<uint32_t> words(whole_tiles<T>(rank) * dim);
-    uint32_t* to = words.data();
-    for (int64_t row = 0; row < rank; row += T::PER_WORD)
+    const int64_t rows = whole_tiles<T>(rank);
+    Buffer<uint32_t> words(rows * dim);
+    for (int64_t row = 0; row < rank; row += T::PER_WORD) {
+        uint32_t* to = words.data() + row / T::PER_WORD * (PANELS<T> ? LANES : dim);
         for (int64_t c = 0; c < dim / 2; c += H * LANES)
             for (int side = 0; side < 2; side++)
-                for (int i = 0; i < H; i++, to += LANES)
+                for (int i = 0; i < H; i++, to += PANELS<T> ? rows * LANES : LANES)
                     store(to, words_of(T{}, basis + row * dim + side * dim / 2 + c + i * LANES, dim));
+    }
     return words;
 }
 
@@ -51,17 +56,33 @@ inline void fetch(const void* from, int64_t bytes) {
 
 // Multiplies ROWS rows of `words` words with V vectors of every row of b, `stride` words apart.
 template <class T, int V>
-void products(const uint32_t* const* rows, const uint32_t* b, int64_t stride, int64_t words, f32 (&out)[ROWS][V]) {
-    for (int r = 0; r < ROWS; r += TILE_ROWS) {
+void products(const uint32_t* const* rows, const uint32_t* b, int64_t stride, int64_t words, f32 (&out)[ROWS<T>][V]) {
+    for (int r = 0; r < ROWS<T>; r += TILE_ROWS) {
         f32 tile[TILE_ROWS][V] = {};
         multiply<T, V>(rows + r, b, stride, words, tile);
         std::memcpy(out[r], tile, sizeof tile);
     }
 }
 
+// The same with V panels, `stride` words apart: six rows with one vector fill the registers.
+template <int V>
+void products_of_panels(const uint32_t* const* rows, const uint32_t* b, int64_t stride, int64_t words, f32 (&out)[ROWS<F32>][V]) {
+    constexpr int AT_ONCE = 6;
+    for (int i = 0; i < V; i++)
+        for (int first = 0; first < ROWS<F32>; first += AT_ONCE) {
+            f32 sums[AT_ONCE] = {};
+            for (int64_t w = 0; w < words; w++) {
+                u32 panel = load<u32>(b + i * stride + w * LANES);
+                keep(panel);
+                UNROLL for (int r = 0; r < AT_ONCE; r++) sums[r] = F32::dot(sums[r], splat(rows[first + r][w]), panel);
+            }
+            UNROLL for (int r = 0; r < AT_ONCE; r++) out[first + r][i] = sums[r];
+        }
+}
+
 // The same on tiles, after the rows are copied side by side into `together`, whose words beyond a row are zero.
 template <int V>
-void products_on_tiles(const uint32_t* together, const uint32_t* b, int64_t stride, int64_t words, f32 (&out)[ROWS][V]) {
+void products_on_tiles(const uint32_t* together, const uint32_t* b, int64_t stride, int64_t words, f32 (&out)[ROWS<BF16>][V]) {
     for (int n = 0; n < V * LANES; n += 2 * LANES)
         multiply_tiles<false>(together, words, b + n, stride, (float*)out + n, V * LANES, words / LANES);
 }
@@ -69,6 +90,7 @@ void products_on_tiles(const uint32_t* together, const uint32_t* b, int64_t stri
 // E: the type of all numbers, which are multiplied as words of T.
 template <class T, int H, class E>
 void rebuild(const Call& call, const Buffer<uint32_t>& basis, int64_t pair, int64_t first, int64_t last) {
+    constexpr int ROWS = ::ROWS<T>;
     constexpr bool WIDENED = !std::is_same_v<typename T::Element, E>;
     std::vector<int64_t> positions, places;  // of the rows, and where they go
     for (int64_t i = pair * call.count + first; i < pair * call.count + last; i++)
@@ -106,7 +128,9 @@ void rebuild(const Call& call, const Buffer<uint32_t>& basis, int64_t pair, int6
         }
         for (int64_t c = 0; c < half; c += H * LANES) {
             f32 sums[ROWS][2 * H];
-            if (by_tiles)
+            if constexpr (PANELS<T>)
+                products_of_panels<2 * H>(rows, basis.data() + 2 * c * filled, filled * LANES, words, sums);
+            else if (by_tiles)
                 products_on_tiles<2 * H>(together.data(), basis.data() + 2 * c, call.dim, filled, sums);
             else
                 products<T, 2 * H>(rows, basis.data() + 2 * c, call.dim, words, sums);
