@@ -15,7 +15,11 @@ template <class E> E* room(Buffer<E>& buffer, size_t count) {
 }
 
 constexpr int TALL = 32, WIDE = 32;  // rows and columns of a block
-constexpr int64_t MOST_WORDS = 512;  // words that are summed over at once, so that the rows stay in L1
+// Vectors of a panel that are multiplied at once, and lie side by side, and rows that they are multiplied with: registers
+// hold all sums.
+constexpr int BESIDE = std::max(1, HELD / 16), AT_ONCE = HELD / 2 / BESIDE;
+// words that are summed over at once, so that the rows (AVX2: sixteen outputs as well) stay in L1
+constexpr int64_t MOST_WORDS = HELD == 8 ? 192 : 512;
 constexpr int64_t SLAB_BYTES = 512;  // rows of a slab times bytes of a number
 
 // Points to sixteen outputs of a matrix.
@@ -24,12 +28,12 @@ struct Outputs {
     const void* bias;    // [16] or null
 };
 
-// Holds matrices [outs in] multiplied with the same rows, side by side in panels [words of in][32]. Where they are widened,
-// a word is one number in fp32.
+// Holds matrices [outs in] multiplied with the same rows, side by side in panels [32 / beside][words of in][beside]. Where
+// they are widened, a word is one number in fp32.
 template <class T> struct Panels {
     using E = typename T::Element;
     bool widened = WIDENS && std::is_same_v<T, BF16> && !uses_tiles<T>();
-    int64_t in, words;
+    int64_t in, words, beside = uses_tiles<T>() ? WIDE : BESIDE * LANES;
     std::vector<Outputs> outputs;  // two for each panel
     uint32_t* packed = nullptr;
 
@@ -45,45 +49,48 @@ template <class T> struct Panels {
     void pack(int64_t panel) {
         for (int half = 0; half < 2; half++) {
             const char* from = outputs[2 * panel + half].weight;
-            uint32_t* to = packed + panel * words * WIDE + half * LANES;
+            int64_t column = half * LANES;
+            uint32_t* to = packed + panel * words * WIDE + column / beside * beside * words + column % beside;
             for (int64_t w = 0, all = in / T::PER_WORD; w < all; w += LANES) {
                 u32 x[LANES];
                 UNROLL for (int i = 0; i < LANES; i++) x[i] = load<u32>(from + (i * all + w) * 4);
                 transpose(x);
                 if (WIDENS && widened)
-                    for (int i = 0; i < LANES; i++, to += 2 * WIDE) store(to, even(x[i])), store(to + WIDE, odd(x[i]));
+                    for (int i = 0; i < LANES; i++, to += 2 * beside) store(to, even(x[i])), store(to + beside, odd(x[i]));
                 else
-                    UNROLL for (int i = 0; i < LANES; i++, to += WIDE) store(to, x[i]);
+                    UNROLL for (int i = 0; i < LANES; i++, to += beside) store(to, x[i]);
             }
         }
     }
 };
 
-// Computes c[32][32] = or += a[32][words] times b[words][32]; strides are in words.
-template <class T, bool ADD>
-void multiply_block(const uint32_t* a, int64_t stride, const uint32_t* b, int64_t words, float* c, bool by_tiles) {
-    constexpr int V = std::max(1, HELD / 16), ROWS = HELD / 2 / V;  // so that registers hold all sums
-    if (by_tiles) return multiply_tiles<ADD>(a, stride, b, WIDE, c, WIDE, words / LANES);
-    for (int m = 0; m < TALL; m += ROWS)
-        for (int n = 0; n < WIDE; n += V * LANES) {
-            f32 sum[ROWS][V] = {};
-            float* to = c + m * WIDE + n;
-            if (ADD)
-                UNROLL for (int i = 0; i < V * ROWS; i++) sum[i / V][i % V] = load<f32>(to + i / V * WIDE + i % V * LANES);
-            const uint32_t* rows = a + m * stride;
-            for (int64_t s = 0; s < words; s++) {
-                u32 part[V];
-                UNROLL for (int i = 0; i < V; i++) part[i] = load<u32>(b + s * WIDE + n + i * LANES);
+// Computes c[ROWS][V vectors] = or += a[ROWS][words] times b[words][V vectors]; strides are in words.
+template <class T, bool ADD, int V, int ROWS>
+INLINE void multiply_rows(const uint32_t* a, int64_t stride, const uint32_t* b, int64_t words, float* c) {
+    f32 sum[ROWS][V] = {};
+    if (ADD) UNROLL for (int i = 0; i < V * ROWS; i++) sum[i / V][i % V] = load<f32>(c + i / V * WIDE + i % V * LANES);
+    for (int64_t s = 0; s < words; s++) {
+        u32 part[V];
+        UNROLL for (int i = 0; i < V; i++) part[i] = load<u32>(b + s * V * LANES + i * LANES);
 #if !defined(__AVX512F__)
-                keep(part[0]);
+        keep(part[0]);
 #endif
-                UNROLL for (int r = 0; r < ROWS; r++) {
-                    u32 x = splat(rows[r * stride + s]);
-                    UNROLL for (int i = 0; i < V; i++) sum[r][i] = T::dot(sum[r][i], x, part[i]);
-                }
-            }
-            UNROLL for (int i = 0; i < V * ROWS; i++) store(to + i / V * WIDE + i % V * LANES, sum[i / V][i % V]);
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            u32 x = splat(a[r * stride + s]);
+            UNROLL for (int i = 0; i < V; i++) sum[r][i] = T::dot(sum[r][i], x, part[i]);
         }
+    }
+    UNROLL for (int i = 0; i < V * ROWS; i++) store(c + i / V * WIDE + i % V * LANES, sum[i / V][i % V]);
+}
+
+// Computes c[32][32] = or += a[32][words] times a panel's `words` from b on, of the `all` that it has.
+template <class T, bool ADD>
+void multiply_block(const uint32_t* a, int64_t stride, const uint32_t* b, int64_t all, int64_t words, float* c, bool by_tiles) {
+    if (by_tiles) return multiply_tiles<ADD>(a, stride, b, WIDE, c, WIDE, words / LANES);
+    for (int n = 0; n < WIDE; n += BESIDE * LANES)
+        in_tiles<AT_ONCE>(TALL, [&](int m, auto rows) {
+            multiply_rows<T, ADD, BESIDE, rows>(a + m * stride, stride, b + n * all, words, c + m * WIDE + n);
+        });
 }
 
 template <class E> void add_bias(float* c, const Outputs* outputs) {
@@ -122,13 +129,13 @@ void products_as(const Rows<typename As::Element>& a, int64_t rows, const Panels
     int64_t part = whole_lines(by.words / parts, LANES);
     for (int64_t panel = 0; panel < by.count(); panel++)
         for (int64_t k = 0; k < by.words; k += part) {
-            const uint32_t* b = by.packed + (panel * by.words + k) * WIDE;
+            const uint32_t* b = by.packed + panel * by.words * WIDE + k * by.beside;
             int64_t words = std::min(part, by.words - k);
             for (int64_t m = 0; m < rows; m += TALL) {
                 float* c = sums + m * WIDE;
                 const uint32_t* from = (const uint32_t*)a[m] + k;
-                k ? multiply_block<As, true>(from, stride, b, words, c, by_tiles)
-                  : multiply_block<As, false>(from, stride, b, words, c, by_tiles);
+                k ? multiply_block<As, true>(from, stride, b, by.words, words, c, by_tiles)
+                  : multiply_block<As, false>(from, stride, b, by.words, words, c, by_tiles);
                 if (k + words < by.words) continue;
                 add_bias<typename T::Element>(c, &by.outputs[2 * panel]);
                 for (int r = 0; r < TALL; r += 2) emit(m + r, panel, c + r * WIDE);

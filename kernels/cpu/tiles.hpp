@@ -5,6 +5,15 @@
 
 constexpr int TILE_ROWS = 4;
 
+// Calls f(row, n) for all rows of a block, which eight divides: for n rows at a time. Registers of AVX2 hold the sums of six,
+// which hide the time that a sum takes.
+template <int AT_ONCE, class F> INLINE void in_tiles(int rows, F f) {
+    int row = 0;
+    if (HELD == 8)
+        for (; row < rows / 8 * 6; row += 6) f(row, std::integral_constant<int, 6>{});
+    for (; row < rows; row += AT_ONCE) f(row, std::integral_constant<int, AT_ONCE>{});
+}
+
 // Computes acc[r][i] += rows[r][0 ... steps) times b, whose step s holds V vectors at b + s * stride (in words).
 template <class T, int V>
 inline void multiply(const uint32_t* const* rows, const uint32_t* b, int64_t stride, int steps, f32 (&acc)[TILE_ROWS][V]) {
