@@ -27,12 +27,13 @@ template <class Element, class KeyFormat, class Format> struct ReaderOf : Reader
     const Places at;
     const typename KeyFormat::Table key_numbers;
     const typename Format::Table numbers;
+    const bool kept_is_bf16;
     int64_t block = -1;  // whose range of keys is in k_range
     alignas(LINE) float k_range[2 * MOST_DIM];
     uint8_t range[MOST_DIM / LANES];  // of a value's channels, sixteen at a time
 
-    ReaderOf(const Codes& in, int64_t sequence, int64_t group)
-        : in(in), at(in, sequence, group), key_numbers(in.key_levels), numbers(in.levels) {
+    ReaderOf(const Codes& in, int64_t sequence, int64_t group, bool kept_is_bf16)
+        : in(in), at(in, sequence, group), key_numbers(in.key_levels), numbers(in.levels), kept_is_bf16(kept_is_bf16) {
         for (int64_t c = 0; c < in.dim; c += LANES) range[c / LANES] = Format::RANGED || FOUR ? c * in.ranges / in.dim : 0;
     }
 
@@ -54,7 +55,8 @@ template <class Element, class KeyFormat, class Format> struct ReaderOf : Reader
         for (int64_t i = chosen.first; i < chosen.first + chosen.count; i++, k += width) {
             const int64_t row = chosen.rows ? chosen.rows[i] : i;
             const uint8_t* which = (const uint8_t*)at.which[chosen.blocks ? chosen.blocks[i] : row / in.block];
-            for (int64_t j = 0; j < in.channels; j++) k[which[j]] = ((const Element*)at.kept[row])[j];
+            for (int64_t j = 0; j < in.channels; j++)
+                put(k + which[j], kept_is_bf16 ? to_float(((const bf16*)at.kept[row])[j]) : ((const float*)at.kept[row])[j]);
         }
     }
 
@@ -119,9 +121,10 @@ template <class Make> auto of_formats(const Codes& in, Make make) {
     }
 }
 
-template <class Element> std::unique_ptr<Reader<Element>> reader_of(const Codes& in, int64_t sequence, int64_t group) {
+template <class Element>
+std::unique_ptr<Reader<Element>> reader_of(const Codes& in, int64_t sequence, int64_t group, bool kept_is_bf16) {
     return of_formats(in, [&](auto key, auto value) -> std::unique_ptr<Reader<Element>> {
-        return std::make_unique<ReaderOf<Element, decltype(key), decltype(value)>>(in, sequence, group);
+        return std::make_unique<ReaderOf<Element, decltype(key), decltype(value)>>(in, sequence, group, kept_is_bf16);
     });
 }
 
@@ -136,22 +139,30 @@ std::unique_ptr<BlockReader> block_reader_of(const Codes& in, int64_t sequence, 
 template <class T>
 std::unique_ptr<ScaledAttention> scaled_of(const CodedAttention& in, int64_t sequence, int64_t group, int64_t head) {
     std::unique_ptr<ScaledAttention> made;
-    if (!std::is_same_v<T, BF16> || in.codes.channels) return made;
+    if (!std::is_same_v<T, BF16>) return made;
     const int heads = std::min<int64_t>(MOST_HEADS, in.heads - head);
     // one head saves less on tiles than it takes to make bf16 numbers of 8 bits, and few heads fill no tile; sums on tiles
     // are those of all channels, so that they cannot take scales of some of them
-    const bool on_tiles = uses_tiles<T>() && in.codes.kind != FLOATS4 && (in.heads > 1 || in.codes.bits < 8);
+    const bool on_tiles =
+        uses_tiles<T>() && in.codes.kind != FLOATS4 && !in.codes.channels && (in.heads > 1 || in.codes.bits < 8);
 #if defined(HAS_DOTS)
-    const bf16* q = (const bf16*)in.q + (sequence * in.groups + group) * in.heads * in.width;
-    const bool has_nan = std::any_of(q, q + in.heads * in.width, [](bf16 x) { return (x & 0x7fff) > 0x7f80; });
-    if (!has_nan && (!on_tiles || in.heads <= 4))  // there is no whole number for it
+    const int64_t from = (sequence * in.groups + group) * in.heads * in.width, numbers = in.heads * in.width;
+    auto finite = [&](const void* x) {
+        const bf16* q = (const bf16*)x + from;
+        return !x || std::all_of(q, q + numbers, [](bf16 x) { return (x & 0x7f80) != 0x7f80; });
+    };
+    if ((!on_tiles || in.heads <= 4) && finite(in.q) && finite(in.q_signs))  // others are no whole numbers
         of_formats(in.codes, [&](auto key, auto value) {
             using Key = decltype(key);
             using Value = decltype(value);
             if constexpr (HAS_HALVES<Key> && HAS_HALVES<Value>)
-                if (DotAttention<Key, Value>::takes(in.codes))
+                if (DotAttention<Key, Value>::takes(in))
                     made = std::make_unique<DotAttention<Key, Value>>(in, sequence, group, head, heads);
         });
+#if !defined(__AVX512F__)
+    if (!on_tiles && in.codes.kind == FLOATS && finite(in.q))
+        made = std::make_unique<FloatAttention>(in, sequence, group, head, heads);
+#endif
 #endif
     if (on_tiles && !made)
         made = std::make_unique<TileAttention>(in, block_reader_of(in.codes, sequence, group), sequence, group, head,
@@ -191,6 +202,39 @@ void attend_rows(const CodedAttention& in, Reader<typename T::Element>& reader, 
     }
 }
 
+template <class T>
+bool attend_rows(const CodedAttention& in, Reader<typename T::Element>& reader, const typename T::Element* q,
+                 const typename T::Element* q_signs, int64_t first, int64_t count, State* state) {
+    auto attend = [&](auto lines) { return attend_rows<T, lines>(in, reader, q, q_signs, first, count, state), true; };
+    switch (in.width / T::WIDTH) {
+        case 1: return attend(std::integral_constant<int, 1>{});
+        case 2: return attend(std::integral_constant<int, 2>{});
+        case 3: return attend(std::integral_constant<int, 3>{});
+        case 4: return attend(std::integral_constant<int, 4>{});
+        case 6: return attend(std::integral_constant<int, 6>{});
+        case 8: return attend(std::integral_constant<int, 8>{});
+    }
+    return false;
+}
+
+// Attends with queries in bf16 to codes that become fp32, which takes fewer steps than bf16 that is widened again. Returns
+// whether heads are not too large for it.
+template <class Narrow>
+bool attend_widened(const CodedAttention& in, const Narrow* q, const Narrow* q_signs, int64_t b, int64_t group, int64_t first,
+                    int64_t count, State* state) {
+    const int64_t size = in.heads * in.width;
+    Buffer<float> wide(2 * size);
+    widened(q, size, wide.data());
+    if (q_signs) widened(q_signs, size, &wide[size]);
+    auto reader = reader_of<float>(in.codes, b, group, true);
+    if (!attend_rows<F32>(in, *reader, wide.data(), q_signs ? &wide[size] : nullptr, first, count, state)) return false;
+    for (int64_t h = 0; h < in.heads; h++) {
+        std::copy_n(state[h].acc, in.width, wide.data());
+        for (int64_t c = 0; c < in.width; c++) state[h].acc[channel(BF16{}, c)] = wide[c];
+    }
+    return true;
+}
+
 template <class T> void run(const CodedAttention& in) {
     using Element = typename T::Element;
     auto tokens_of = [&](int64_t b) { return in.counts ? std::min(in.counts[b], in.count) : in.count; };
@@ -204,15 +248,9 @@ template <class T> void run(const CodedAttention& in) {
         if (h) return;
         const int64_t queries = (b * in.groups + group) * in.heads * in.width;
         const Element *q = (const Element*)in.q + queries, *signs = in.q_signs ? (const Element*)in.q_signs + queries : nullptr;
-        auto reader = reader_of<Element>(in.codes, b, group);
-        switch (in.width / T::WIDTH) {
-            case 1: return attend_rows<T, 1>(in, *reader, q, signs, first, count, state);
-            case 2: return attend_rows<T, 2>(in, *reader, q, signs, first, count, state);
-            case 3: return attend_rows<T, 3>(in, *reader, q, signs, first, count, state);
-            case 4: return attend_rows<T, 4>(in, *reader, q, signs, first, count, state);
-            case 6: return attend_rows<T, 6>(in, *reader, q, signs, first, count, state);
-            case 8: return attend_rows<T, 8>(in, *reader, q, signs, first, count, state);
-        }
+        if constexpr (WIDENS && std::is_same_v<T, BF16>)
+            if (attend_widened(in, q, signs, b, group, first, count, state)) return;
+        attend_rows<T>(in, *reader_of<Element>(in.codes, b, group, in.is_bf16), q, signs, first, count, state);
     };
     in_parts<T>({in.batch, in.groups, in.heads, in.codes.dim, in.width, TOKENS}, tokens_of, part, (Element*)in.out, in.lse);
 }
@@ -227,7 +265,7 @@ template <class Element> void decode(const DecodeRows& in) {
         Chosen chosen{in.rows ? in.rows + from : nullptr, in.blocks ? in.blocks + from : nullptr, first,
                       std::min(AT_ONCE, all - first)};
         Element *k = (Element*)in.k_out + (from + first) * dim, *v = (Element*)in.v_out + (from + first) * dim;
-        reader_of<Element>(in.codes, sequence, pair % in.groups)->read(chosen, dim, k, v, nullptr);
+        reader_of<Element>(in.codes, sequence, pair % in.groups, in.is_bf16)->read(chosen, dim, k, v, nullptr);
     });
 }
 

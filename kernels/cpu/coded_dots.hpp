@@ -4,29 +4,22 @@
 // a look-up) take out one each. For keys the lanes of a vector are tokens, for values channels.
 #pragma once
 #include "coded_scaled.hpp"
-
-#if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define HAS_DOTS
+#include "coded_avx2.hpp"
+#elif defined(__AVX512BW__)
 #define HAS_DOTS
 namespace {
-
-// The largest whole number of a query or weight, and of a level: sums of MOST_DIM products fit 32 bits. That of a level is
-// a multiple of 12, so that the levels of NVFP4, multiples of a half up to 6, are exact.
-constexpr int LARGEST = (1 << 14) - 1, LARGEST_LEVEL = 42 * 12;
 
 // Computes acc + a.even * b.even + a.odd * b.odd for halves that are whole numbers.
 INLINE i32 dot_halves(i32 acc, u32 a, u32 b) {
 #if defined(__AVX512VNNI__)
     return (i32)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
-#elif defined(__AVX512BW__)
-    return acc + (i32)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #else
-    UNROLL for (int i = 0; i < 2; i++)
-        acc.part[i] += (i32::Register)_mm256_madd_epi16((__m256i)a.part[i], (__m256i)b.part[i]);
-    return acc;
+    return acc + (i32)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #endif
 }
 
-#if defined(__AVX512BW__)
 // Gives for each half of a vector its place among the halves of two.
 struct Order {
     alignas(LINE) uint16_t of[2 * LANES];
@@ -46,22 +39,6 @@ inline u32 halves_of(f32 a, f32 b, const Order& order) {
 }
 inline u32 halves_in_order(f32 a, f32 b) { return halves_of(a, b, IN_ORDER); }
 inline u32 halves_by_fours(f32 a, f32 b) { return halves_of(a, b, FOURS); }
-#else
-INLINE u32 nearest(f32 x) {
-    u32 whole;
-    UNROLL for (int i = 0; i < 2; i++) whole.part[i] = (u32::Register)_mm256_cvtps_epi32((__m256)x.part[i]);
-    return whole;
-}
-INLINE u32 halves_in_order(f32 x, f32 y) {
-    const u32 a = nearest(x), b = nearest(y);
-    return (evens(a, b) & 0xffffu) | odds(a, b) << 16;
-}
-INLINE u32 halves_by_fours(f32 x, f32 y) {  // of four, 0, 2, 1, 3
-    const u32 a = nearest(x), b = nearest(y);
-    const u32 low = shuffle<0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29>(a, b);
-    return (low & 0xffffu) | shuffle<2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31>(a, b) << 16;
-}
-#endif
 
 template <class Format> constexpr bool HAS_HALVES = false;
 template <int BITS> constexpr bool HAS_HALVES<Integers<BITS>> = true;
@@ -76,28 +53,16 @@ template <class Format> struct Halves {
     // Channels of a row that share a scale (0: all), and ranges of the 32 channels of a vector, which its lanes take in turn.
     static constexpr int GROUP = std::is_same_v<Format, Floats4> ? 16 : 0, MIXED = GROUP ? 2 * LANES / GROUP : 1;
     alignas(LINE) int16_t table[2 * LANES] = {};  // of levels, by the lower five bits of a code
-    alignas(LINE) uint8_t low_bytes[LANES], high_bytes[LANES];  // of the first sixteen
     float unit = 1;
 
     explicit Halves(const float* levels) {
         if (Format::RANGED) return;
         for (int i = 0; i < 1 << BITS; i++) unit = std::max(i ? unit : 0, std::abs(levels[i]) / LARGEST_LEVEL);
         for (int i = 0; i < 2 * LANES; i++) table[i] = std::lrint(levels[i % (1 << BITS)] / unit);
-        for (int i = 0; i < LANES; i++) low_bytes[i] = table[i], high_bytes[i] = (uint16_t)table[i] >> 8;
     }
     INLINE u32 numbers(u32 codes) const {
         if (Format::RANGED) return codes & ((1u << BITS) - 1) * 0x10001;
-#if defined(__AVX512BW__)
         return (u32)_mm512_permutexvar_epi16((__m512i)codes, load<__m512i>(table));
-#else  // byte by byte: where the highest bit of a place is set the result is zero
-        const __m256i low = _mm256_broadcastsi128_si256(load<__m128i>(low_bytes));
-        const __m256i high = _mm256_broadcastsi128_si256(load<__m128i>(high_bytes));
-        u32 places = codes & 0xf000fu, of_low = places | 0x80008000u, of_high = places << 8 | 0x800080u, x;
-        UNROLL for (int i = 0; i < 2; i++)
-            x.part[i] = (u32::Register)(_mm256_shuffle_epi8(low, (__m256i)of_low.part[i]) |
-                                        _mm256_shuffle_epi8(high, (__m256i)of_high.part[i]));
-        return x;
-#endif
     }
 
     // Prefetches a line: of codes of 8 bits into L2, which has more lines on their way at once than L1.
@@ -105,25 +70,15 @@ template <class Format> struct Halves {
     // Repeats a word up to a vector, or the words of MIXED ranges in turn.
     static INLINE u32 repeat(const void* of) {
         if (MIXED == 1) return splat(load<uint32_t>(of));
-#if defined(__AVX512BW__)
         return (u32)_mm512_set1_epi64(load<int64_t>(of));
-#else
-        const auto part = (u32::Register)_mm256_set1_epi64x(load<int64_t>(of));
-        return {{part, part}};
-#endif
     }
     // Loads 32 bytes of two rows: each word has a half of both, of MIXED ranges in turn.
     static INLINE u32 halves_of_both(const char* a, const char* b) {
-#if defined(__AVX512BW__)
         static constexpr Order pairs =
             order_of([](int i) { return (MIXED == 1 ? i / 2 : i / 4 + i / 2 % 2 * 8) + i % 2 * LANES; });
         const __m512i one = _mm512_castsi256_si512(load<__m256i>(a));
         const __m512i both = _mm512_inserti64x4(one, load<__m256i>(b), 1);
         return (u32)_mm512_permutexvar_epi16(load<__m512i>(pairs.of), both);
-#else
-        const u32 both = convert<u32>(load<Half>(a)) | convert<u32>(load<Half>(b)) << 16;
-        return MIXED == 1 ? both : shuffle<0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15>(both, both);
-#endif
     }
     // Returns the place of channel c among sums, which stand in the order of the lanes of words.
     static int64_t place_of(int64_t c) {
@@ -163,7 +118,7 @@ template <class Format> struct Halves {
     // Adds `count` values times the weights of H heads, two tokens at a time: a word has a channel of both. range_of(channel)
     // is the first range of 32 channels. A head has weights [ranges / MIXED][TOKENS / 2][MIXED], in units [ranges]; its sums
     // stand in the order of `place_of`.
-    template <int H, class RangeOf>
+    template <int H>
     void add(const char* row, int64_t stride, int count, int bytes, RangeOf range_of,
              const uint32_t (*weights)[MOST_RANGES * TOKENS / 2], const float (*units)[MOST_RANGES], float* to,
              int64_t to_stride) const {
@@ -198,91 +153,130 @@ template <class Format> struct Halves {
     }
 };
 
-// Calls f(h, n) for all heads, so many at a time that registers hold their sums: n is 1, 2 or 4, and may reach beyond the
-// last head.
-template <class F> void by_four(int heads, F f) {
-    constexpr int MOST = std::clamp(HELD / 4, 1, 4);
-    for (int h = 0; h < heads; h += MOST)
-        if (heads - h == 1)
-            f(h, std::integral_constant<int, 1>{});
-        else if (heads - h == 2)
-            f(h, std::integral_constant<int, std::min(2, MOST)>{});
-        else
-            f(h, std::integral_constant<int, MOST>{});
-}
+}  // namespace
+#endif
+
+#if defined(HAS_DOTS)
+namespace {
+
+// Queries as whole numbers, for the steps of a block of keys.
+struct WholeQueries {
+    alignas(LINE) uint32_t of[MOST_HEADS][MOST_DIM / 2];  // of each four channels the first and the third, then the others
+    float units[MOST_HEADS];
+
+    // Lays out queries [heads][width] times the step of each channel.
+    void lay_out(const float* q, int heads, int width, const float* step) {
+        for (int h = 0; h < heads; h++, q += width) {
+            auto scaled = [&](int c) { return load<f32>(q + c) * load<f32>(step + c); };
+            f32 most = {};
+            for (int c = 0; c < width; c += LANES) most = maximum(most, (f32)((u32)scaled(c) & 0x7fffffffu));
+            const float top = largest(most), times = top > 0 ? LARGEST / top : 0;
+            units[h] = top < INFINITY ? top / LARGEST : NAN;
+            for (int c = 0; c < width; c += 2 * LANES)
+                store(of[h] + c / 2, halves_by_fours(scaled(c) * times, scaled(c + LANES) * times));
+        }
+    }
+};
 
 template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
+    static constexpr int MOST_KEPT = 16;
+    static constexpr float BOTH_SIGNS[2] = {-1, 1};
     const Halves<KeyFormat> keys;
     const Halves<Format> values;
+    const Halves<Levels<1>> signs{BOTH_SIGNS};
     const int key_bytes = KeyFormat::bytes(dim), bytes = Format::bytes(dim);
-    alignas(LINE) uint32_t query[MOST_HEADS][MOST_DIM / 2];  // of each four channels the first and the third, then the others
+    const int row_bytes = key_bytes + (in.q_signs ? dim / 8 : 0);  // of a key and its signs
+    WholeQueries query, sign_query;
     alignas(LINE) uint32_t key_words[MOST_DIM / 4][TOKENS];
     alignas(LINE) uint32_t weights[MOST_HEADS][MOST_RANGES * TOKENS / 2] = {};
-    float query_units[MOST_HEADS], weight_units[MOST_HEADS][MOST_RANGES] = {};
+    alignas(LINE) float kept[MOST_KEPT][TOKENS] = {};  // channels of keys that are kept in full
+    float weight_units[MOST_HEADS][MOST_RANGES] = {};
 
     DotAttention(const CodedAttention& in, int64_t sequence, int64_t group, int64_t head, int heads)
         : ScaledAttention(in, sequence, group, head, heads, false), keys(in.codes.key_levels), values(in.codes.levels) {
-        lay_out(Buffer<float>(width, 1).data());
+        const Buffer<float> ones(width, 1);
+        lay_out(ones.data());
+        if (!in.q_signs) return;
+        const int64_t from = ((sequence * in.groups + group) * in.heads + head) * width;
+        sign_query.lay_out(widened((const bf16*)in.q_signs + from).data(), heads, width, ones.data());
     }
 
-    // Returns whether each 32 bytes of values are codes of MIXED whole ranges.
-    static bool takes(const Codes& in) {
-        return Format::bytes(in.dim) % 32 == 0 && (in.kind != INTEGERS || in.dim / in.ranges % 32 == 0);
+    // Returns whether each 32 bytes of values are codes of MIXED whole ranges, third bits are those of 16 bytes, and no more
+    // channels are kept in full than there is room for.
+    static bool takes(const CodedAttention& in) {
+        const Codes& codes = in.codes;
+        constexpr bool THREE = std::is_same_v<KeyFormat, Levels<3>> || std::is_same_v<Format, Levels<3>>;
+        return (THREE ? codes.dim == 128 : Format::bytes(codes.dim) % 32 == 0) && (!in.q_signs || codes.dim % 32 == 0) &&
+               (codes.kind != INTEGERS || codes.dim / codes.ranges % 32 == 0) && codes.channels <= (WIDENS ? MOST_KEPT : 0);
     }
 
-    void lay_out(const float* step) override {
-        alignas(LINE) float x[MOST_DIM];
-        for (int h = 0; h < heads; h++) {
-            f32 most = {};
-            for (int c = 0; c < width; c += LANES) {
-                const f32 scaled = load<f32>(&q[h * width + c]) * load<f32>(step + c);
-                most = maximum(most, maximum(scaled, -scaled));
-                store(x + c, scaled);
-            }
-            query_units[h] = largest(most) / LARGEST;
-            const float times = query_units[h] > 0 ? 1 / query_units[h] : 0;
-            for (int c = 0; c < width; c += 2 * LANES)
-                store(query[h] + c / 2, halves_by_fours(load<f32>(x + c) * times, load<f32>(x + c + LANES) * times));
-        }
-    }
+    void lay_out(const float* step) override { query.lay_out(q.data(), heads, width, step); }
 
     void multiply_keys(int64_t first, int count) override {
         turn_keys(first, count);
         if (!ranged) {
-            multiply([&](int h, f32 x, int t) { store(logits[h] + t, x); });
+            multiply(keys, key_words, key_bytes, query, scales, [&](int h, f32 x, int t) { store(logits[h] + t, x); });
+            if (in.q_signs)
+                multiply(signs, key_words + key_bytes / 4, dim / 8, sign_query, scales + 2, [&](int h, f32 x, int t) {
+                    store(logits[h] + t, load<f32>(logits[h] + t) + x * (float)in.codes.residual);
+                });
             return;
         }
         const i32 lanes = numbers();
-        each_block(first, count, [&](int from, int, int64_t of_rows) {  // the rows before are those of other blocks
+        each_block(first, count, [&](int from, int next, int64_t of_rows) {  // the rows before are those of other blocks
             set_block(of_rows);
-            multiply([&](int h, f32 x, int t) {
-                store(logits[h] + t, select(lanes + t >= from, x + centers[h], load<f32>(logits[h] + t)));
+            read_kept(first, from, next);
+            const uint8_t* which = (const uint8_t*)at.which[of_rows];
+            multiply(keys, key_words, key_bytes, query, scales, [&](int h, f32 x, int t) {
+                x += centers[h];
+                for (int j = 0; WIDENS && j < in.codes.channels; j++) x += load<f32>(kept[j] + t) * q[h * width + which[j]];
+                store(logits[h] + t, select(lanes + t >= from, x, load<f32>(logits[h] + t)));
             });
         });
     }
     // Calls take(head, products of sixteen keys, the first of these).
-    template <class Take> void multiply(Take take) {
+    template <class Numbers, class Take>
+    void multiply(const Numbers& keys, const uint32_t (*words)[TOKENS], int bytes, const WholeQueries& query,
+                  const float (*scales)[TOKENS], Take take) {
         by_four(heads, [&](int h, auto n) {
             alignas(LINE) float products[n][TOKENS];
-            keys.template multiply<n>(key_words, key_bytes, query + h, scales, products);
+            keys.template multiply<n>(words, bytes, query.of + h, scales, products);
             for (int i = 0; i < std::min<int>(n, heads - h); i++)
                 for (int t = 0; t < TOKENS; t += LANES)
-                    take(h + i, load<f32>(products[i] + t) * (keys.unit * query_units[h + i]), t);
+                    take(h + i, load<f32>(products[i] + t) * (keys.unit * query.units[h + i]), t);
         });
     }
     // Writes the words of keys so that the lanes of a vector are tokens. Behind the last row it repeats.
     void turn_keys(int64_t first, int count) {
+#if !defined(__AVX512F__)
+        if (row_bytes % 16 == 0) {
+            for (int t = 0; t < TOKENS; t += EACH) {
+                const char* rows[EACH];
+                for (int i = 0; i < EACH; i++) {
+                    rows[i] = at.k[first + std::min(t + i, count - 1)];
+                    for (int b = 0; b < row_bytes; b += LINE) keys.fetch(rows[i] + TOKENS * at.k.row + b);
+                }
+                for (int b = 0; b < row_bytes; b += 16) turn_words(rows, b, key_words + b / 4, t);
+            }
+            return;
+        }
+#endif
         for (int t = 0; t < TOKENS; t += LANES)
-            for (int b = 0; b < key_bytes; b += LINE) {
+            for (int b = 0; b < row_bytes; b += LINE) {
                 u32 x[LANES];
                 for (int i = 0; i < LANES; i++) {
                     const char* row = at.k[first + std::min(t + i, count - 1)] + b;
                     keys.fetch(row + TOKENS * at.k.row);
-                    x[i] = load_part<u32>(row, std::min(LINE, key_bytes - b));
+                    x[i] = load_part<u32>(row, std::min(LINE, row_bytes - b));
                 }
                 transpose(x);
                 UNROLL for (int i = 0; i < LANES; i++) store(key_words[b / 4 + i] + t, x[i]);
             }
+    }
+    // Reads the channels that are kept in full of rows from `from` to next - 1 behind `first`.
+    void read_kept(int64_t first, int from, int next) {
+        for (int t = from; in.codes.channels && t < next; t++)
+            for (int j = 0; j < in.codes.channels; j++) kept[j][t] = to_float(((const bf16*)at.kept[first + t])[j]);
     }
 
     void add_values(int64_t first, int count) override {
@@ -302,9 +296,8 @@ template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
                       shuffle<8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31>(a, b));
             }
         by_four(heads, [&](int h, auto n) {
-            auto range_of = [&](int c) { return c * ranges / dim; };
-            values.template add<n>(at.v[first], at.v.row, count, bytes, range_of, weights + h, weight_units + h, states[h].acc,
-                                   acc_width);
+            values.template add<n>(at.v[first], at.v.row, count, bytes, RangeOf{ranges, dim}, weights + h, weight_units + h,
+                                   states[h].acc, acc_width);
         });
     }
 

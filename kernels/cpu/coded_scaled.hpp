@@ -8,6 +8,9 @@
 namespace {
 
 constexpr int MOST_HEADS = 16;  // that are taken at once: those of a tile
+// The largest whole number of a query or weight, and of a level: sums of MOST_DIM products fit 32 bits. That of a level is
+// a multiple of 12, so that the levels of NVFP4, multiples of a half up to 6, are exact.
+constexpr int LARGEST = (1 << 14) - 1, LARGEST_LEVEL = 42 * 12;
 
 // Says where the rows of one head stand. Where rows have scales of their own, these stand in `v_range`.
 struct Places {
@@ -24,8 +27,15 @@ struct Places {
           which(in.which, in.which_batch, in.which_group, in.which_block, in.which_table, sequence, group) {}
 };
 
+// Names the range of a value's channel.
+struct RangeOf {
+    int ranges, dim;
+    int operator()(int channel) const { return channel * ranges / dim; }
+};
+
 // Prefetches a row. What lies behind the last one is not read.
 inline void fetch(const char* row, int bytes) {
+    asm("");  // gcc drops calls of what only prefetches
     for (int i = 0; i < bytes; i += LINE) __builtin_prefetch(row + i);
 }
 
@@ -126,6 +136,15 @@ template <class Format> struct Numbers {
 #endif
 };
 
+// Copies up to 16 bytes, without a call.
+INLINE void copy_part(char* to, const char* from, int bytes) {
+    if (bytes == 16) return (void)std::memcpy(to, from, 16);
+    if (bytes & 8) std::memcpy(to, from, 8), to += 8, from += 8;
+    if (bytes & 4) std::memcpy(to, from, 4), to += 4, from += 4;
+    if (bytes & 2) std::memcpy(to, from, 2), to += 2, from += 2;
+    if (bytes & 1) *to = *from;
+}
+
 // Loads up to 16 bytes of sixteen rows, and turns them: each of four vectors has a word of all rows.
 template <class RowOf> void turn_four(RowOf row_of, int bytes, u32* to) {
     u32 fours[4];  // of rows that are four apart
@@ -138,7 +157,7 @@ template <class RowOf> void turn_four(RowOf row_of, int bytes, u32* to) {
     }
 #else
     std::memset(fours, 0, sizeof fours);
-    for (int i = 0; i < LANES; i++) std::memcpy((char*)&fours[i % 4] + i / 4 * 16, row_of(i), bytes);
+    for (int i = 0; i < LANES; i++) copy_part((char*)&fours[i % 4] + i / 4 * 16, row_of(i), bytes);
 #endif
     u32 pairs[4];
     UNROLL for (int i = 0; i < 4; i += 2) {
@@ -151,6 +170,18 @@ template <class RowOf> void turn_four(RowOf row_of, int bytes, u32* to) {
         to[i] = shuffle<0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29>(a, b);
         to[i + 1] = shuffle<2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31>(a, b);
     }
+}
+
+// Calls f(h, n) for all heads, so many at a time that registers hold their sums: n is 1, 2 or 4, and may reach beyond the
+// last head.
+template <class F> void by_four(int heads, F f) {
+    for (int h = 0; h < heads; h += 4)
+        if (heads - h == 1)
+            f(h, std::integral_constant<int, 1>{});
+        else if (heads - h == 2)
+            f(h, std::integral_constant<int, 2>{});
+        else
+            f(h, std::integral_constant<int, 4>{});
 }
 
 // Attends from up to MOST_HEADS heads of a group to rows of codes.
@@ -260,6 +291,10 @@ struct ScaledAttention {
         alignas(LINE) float range[2 * MOST_DIM] = {};
         widen_halves(at.k_range[block = to], 2 * dim, range);
         fetch(at.k_range[to + 1], 4 * dim);
+        for (int64_t j = 0; j < in.codes.channels; j++) {  // what is kept in full has no range
+            const int c = ((const uint8_t*)at.which[to])[j];
+            range[c] = range[dim + c] = 0;
+        }
         lay_out(range + dim);
         for (int c = 0; c < dim; c += LANES)
             store(range + c, load<f32>(range + c) + load<f32>(range + dim + c) * key_middle);

@@ -30,16 +30,20 @@ INLINE f32 from_halves(Half halves) {
 
 // Converts `count` numbers of fp16, and leaves zeros behind them, up to a multiple of LANES.
 inline void widen_halves(const void* from, int count, float* to) {
-    for (int i = 0; i < count; i += LANES) {
+    int i = 0;
+    do {
         Half halves = {};
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
         uint16_t mask = count - i < LANES ? (1u << (count - i)) - 1 : 0xffffu;
         halves = (Half)_mm256_maskz_loadu_epi16(mask, (const char*)from + 2 * i);
 #else
-        std::memcpy(&halves, (const char*)from + 2 * i, 2 * std::min(LANES, count - i));
+        if (count - i >= LANES)
+            halves = load<Half>((const char*)from + 2 * i);  // without a call
+        else
+            std::memcpy(&halves, (const char*)from + 2 * i, 2 * (count - i));
 #endif
         store(to + i, from_halves(halves));
-    }
+    } while ((i += LANES) < count);
 }
 
 // Writes codes of BITS each, one to a byte: those of all lowest bits come first. `bytes` is the length of the packed row; up
@@ -163,6 +167,14 @@ template <int BITS> struct Levels {
             i32 places = words_of(codes);
 #if defined(__AVX512F__)
             return (f32)_mm512_permutexvar_ps((__m512i)places, (__m512)levels);
+#elif defined(__AVX2__)
+            f32 numbers;
+            UNROLL for (int i = 0; i < 2; i++) {
+                auto of = [&](int half) { return _mm256_permutevar8x32_ps((__m256)levels.part[half], (__m256i)places.part[i]); };
+                const __m256 upper = (__m256)(places.part[i] << 28);  // whether the highest of four bits is set
+                numbers.part[i] = (f32::Register)(BITS < 4 ? of(0) : _mm256_blendv_ps(of(0), of(1), upper));
+            }
+            return numbers;
 #else
             f32 numbers;
             for (int i = 0; i < LANES; i++) numbers[i] = levels[places[i]];
