@@ -71,6 +71,8 @@ def refuse(method: Method, given: Sequence[Ability]) -> None:
     cannot have at all is said before what cannot have one another."""
     for others, one in product((method.abilities, given), given):
         apart = (APART.get((type(own), type(one))) for own in others)
-        why = next((reason for reason in apart if reason), None) or one.refusal(method)
+        why = next((reason for reason in apart if reason), None)
+        if why is None and others is not given:
+            why = one.refusal(method)
         if why is not None:
             raise one.error(method, why)

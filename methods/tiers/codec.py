@@ -216,7 +216,7 @@ class IntCodec(_Coded):
 
     def __post_init__(self) -> None:
         if not {self.bits, self.bits_of_values} <= {2, 4, 8}:
-            given = f"{self.bits} and {self.bits_of_values}"
+            given = " and ".join(map(str, dict.fromkeys((self.bits, self.bits_of_values))))
             raise ValueError(f"A codec of {given} bits is not possible: choose 2, 4 or 8.")
         if self.group < 2:
             raise ValueError(f"A codec's group of {self.group} must hold at least 2 numbers.")
