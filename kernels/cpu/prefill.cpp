@@ -106,7 +106,8 @@ template <class T, class E> struct Task {
         int64_t place = call.first + first, end = std::clamp<int64_t>(place + count, 0, call.stored);
         int64_t begin = std::clamp<int64_t>(place - call.window + 1, 0, end) / KEYS, blocks = (end + KEYS - 1) / KEYS;
         for (int64_t block = begin; block < blocks; block++) {
-            multiply_keys(&packed.k[block * packed.block_words]);
+            int seen = std::min<int64_t>(KEYS, (end - block * KEYS + LANES - 1) / LANES * LANES);  // by any query
+            multiply_keys(&packed.k[block * packed.block_words], seen);
             int64_t last = std::min<int64_t>(KEYS, call.stored - block * KEYS) - 1;
             int64_t open = place - block * KEYS, hidden = open - call.window;  // the first query sees those between
             weights = &kept[call.sums ? block * BLOCK_WORDS : 0];
@@ -115,7 +116,7 @@ template <class T, class E> struct Task {
             else
                 for (int m = 0; m < QUERIES; m++) weigh<false>(m, 0, 0);
             if (call.sums) std::copy_n(top, QUERIES, &tops[block * QUERIES]);
-            if (call.v) add_values(&packed.v[block * packed.block_words]);
+            if (call.v) add_values(&packed.v[block * packed.block_words], seen);
         }
         for (int m = 0; m < count && call.v; m++) {
             auto to_row = (E*)(to + (first + m) * call.out_token);
@@ -127,12 +128,15 @@ template <class T, class E> struct Task {
         if (call.sums) add_sums(sums, begin, blocks, count);
     }
 
-    void multiply_keys(const uint32_t* keys) {
+    // Multiplies the queries with at least the first `seen` keys of a block.
+    void multiply_keys(const uint32_t* keys, int seen) {
         if (ON_TILES && call.by_tiles) {
             for (int n = 0; n < KEYS; n += 32)
                 multiply_tiles<false>(q.data(), words, keys + n, KEYS, logits[0] + n, KEYS, words / LANES);
             return;
         }
+        if (HELD == 8)
+            return multiply_columns<T, false>(q.data(), words, QUERIES, keys, KEYS, words, logits[0], KEYS, seen);
         for (int m = 0; m < QUERIES; m += TILE_ROWS) {
             const uint32_t* rows[TILE_ROWS];
             f32 tile[TILE_ROWS][VECTORS] = {};
@@ -177,12 +181,15 @@ template <class T, class E> struct Task {
         top[m] = best;
     }
 
-    void add_values(const uint32_t* values) {
+    void add_values(const uint32_t* values, int seen) {
         if (ON_TILES && call.by_tiles) {
             for (int64_t n = 0; n < wide; n += 32)
                 multiply_tiles<true>(weights, WEIGHT_WORDS, values + n, wide, &acc[n], wide, WEIGHT_WORDS / LANES);
             return;
         }
+        if (HELD == 8)
+            return multiply_columns<T, true>(weights, WEIGHT_WORDS, QUERIES, values, wide, seen / T::PER_WORD, acc.data(),
+                                             wide, dim);
         int64_t c = 0;
         for (; c + 4 * LANES <= dim; c += 4 * LANES) add_channels<4>(values, c);
         for (; c < dim; c += LANES) add_channels<1>(values, c);

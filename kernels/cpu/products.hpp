@@ -15,8 +15,8 @@ template <class E> E* room(Buffer<E>& buffer, size_t count) {
 }
 
 constexpr int TALL = 32, WIDE = 32;  // rows and columns of a block
-// Vectors of a panel that are multiplied at once, and lie side by side, and rows that they are multiplied with: registers
-// hold all sums.
+// Vectors of a panel that are multiplied at once, and lie side by side, and rows that they are multiplied with: the
+// registers hold all sums.
 constexpr int BESIDE = std::max(1, HELD / 16), AT_ONCE = HELD / 2 / BESIDE;
 // words that are summed over at once, so that the rows (AVX2: sixteen outputs as well) stay in L1
 constexpr int64_t MOST_WORDS = HELD == 8 ? 192 : 512;
@@ -28,8 +28,8 @@ struct Outputs {
     const void* bias;    // [16] or null
 };
 
-// Holds matrices [outs in] multiplied with the same rows, side by side in panels [32 / beside][words of in][beside]. Where
-// they are widened, a word is one number in fp32.
+// Holds matrices [outs in] multiplied with the same rows, side by side in panels [32 / beside][words of in][beside].
+// Where they are widened, a word is one number in fp32.
 template <class T> struct Panels {
     using E = typename T::Element;
     bool widened = WIDENS && std::is_same_v<T, BF16> && !uses_tiles<T>();
@@ -64,32 +64,15 @@ template <class T> struct Panels {
     }
 };
 
-// Computes c[ROWS][V vectors] = or += a[ROWS][words] times b[words][V vectors]; strides are in words.
-template <class T, bool ADD, int V, int ROWS>
-INLINE void multiply_rows(const uint32_t* a, int64_t stride, const uint32_t* b, int64_t words, float* c) {
-    f32 sum[ROWS][V] = {};
-    if (ADD) UNROLL for (int i = 0; i < V * ROWS; i++) sum[i / V][i % V] = load<f32>(c + i / V * WIDE + i % V * LANES);
-    for (int64_t s = 0; s < words; s++) {
-        u32 part[V];
-        UNROLL for (int i = 0; i < V; i++) part[i] = load<u32>(b + s * V * LANES + i * LANES);
-#if !defined(__AVX512F__)
-        keep(part[0]);
-#endif
-        UNROLL for (int r = 0; r < ROWS; r++) {
-            u32 x = splat(a[r * stride + s]);
-            UNROLL for (int i = 0; i < V; i++) sum[r][i] = T::dot(sum[r][i], x, part[i]);
-        }
-    }
-    UNROLL for (int i = 0; i < V * ROWS; i++) store(c + i / V * WIDE + i % V * LANES, sum[i / V][i % V]);
-}
-
 // Computes c[32][32] = or += a[32][words] times a panel's `words` from b on, of the `all` that it has.
 template <class T, bool ADD>
-void multiply_block(const uint32_t* a, int64_t stride, const uint32_t* b, int64_t all, int64_t words, float* c, bool by_tiles) {
+void multiply_block(const uint32_t* a, int64_t stride, const uint32_t* b, int64_t all, int64_t words, float* c,
+                    bool by_tiles) {
     if (by_tiles) return multiply_tiles<ADD>(a, stride, b, WIDE, c, WIDE, words / LANES);
     for (int n = 0; n < WIDE; n += BESIDE * LANES)
         in_tiles<AT_ONCE>(TALL, [&](int m, auto rows) {
-            multiply_rows<T, ADD, BESIDE, rows>(a + m * stride, stride, b + n * all, words, c + m * WIDE + n);
+            multiply_rows<T, ADD, BESIDE, rows>(a + m * stride, stride, b + n * all, BESIDE * LANES, words,
+                                                c + m * WIDE + n, WIDE);
         });
 }
 

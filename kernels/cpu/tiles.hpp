@@ -1,17 +1,47 @@
-// Multiplies four rows with a block: the inner loop of every matrix product here. A word is one fp32, or two bf16 that
+// Multiplies a few rows with a block: the inner loop of every matrix product here. A word is one fp32, or two bf16 that
 // are adjacent in the dimension that is summed over.
 #pragma once
 #include "simd.hpp"
 
 constexpr int TILE_ROWS = 4;
 
-// Calls f(row, n) for all rows of a block, which eight divides: for n rows at a time. Registers of AVX2 hold the sums of six,
-// which hide the time that a sum takes.
+// Calls f(row, n) for all rows of a block, which eight divides: for n rows at a time. Registers of AVX2 hold the sums
+// of six, which hide the time that a sum takes.
 template <int AT_ONCE, class F> INLINE void in_tiles(int rows, F f) {
     int row = 0;
     if (HELD == 8)
         for (; row < rows / 8 * 6; row += 6) f(row, std::integral_constant<int, 6>{});
     for (; row < rows; row += AT_ONCE) f(row, std::integral_constant<int, AT_ONCE>{});
+}
+
+// Computes c[ROWS][V vectors] = or += a[ROWS][words] times b[words][V vectors]; strides are in words.
+template <class T, bool ADD, int V, int ROWS>
+INLINE void multiply_rows(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, int64_t words, float* c,
+                          int64_t c_stride) {
+    f32 sum[ROWS][V] = {};
+    if (ADD) UNROLL for (int i = 0; i < V * ROWS; i++) sum[i / V][i % V] = load<f32>(c + i / V * c_stride + i % V * LANES);
+    for (int64_t s = 0; s < words; s++) {
+        u32 part[V];
+        UNROLL for (int i = 0; i < V; i++) part[i] = load<u32>(b + s * b_stride + i * LANES);
+#if !defined(__AVX512F__)
+        keep(part[0]);
+#endif
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            u32 x = splat(a[r * a_stride + s]);
+            UNROLL for (int i = 0; i < V; i++) sum[r][i] = T::dot(sum[r][i], x, part[i]);
+        }
+    }
+    UNROLL for (int i = 0; i < V * ROWS; i++) store(c + i / V * c_stride + i % V * LANES, sum[i / V][i % V]);
+}
+
+// Does so for `rows` rows and `columns` columns. Not inlined: in larger functions gcc 12 writes what it keeps to memory.
+template <class T, bool ADD>
+__attribute__((noinline)) void multiply_columns(const uint32_t* a, int64_t a_stride, int rows, const uint32_t* b,
+                                                int64_t b_stride, int64_t words, float* c, int64_t c_stride, int columns) {
+    for (int n = 0; n < columns; n += LANES)
+        in_tiles<TILE_ROWS>(rows, [&](int m, auto count) {
+            multiply_rows<T, ADD, 1, count>(a + m * a_stride, a_stride, b + n, b_stride, words, c + m * c_stride + n, c_stride);
+        });
 }
 
 // Computes acc[r][i] += rows[r][0 ... steps) times b, whose step s holds V vectors at b + s * stride (in words).
