@@ -61,6 +61,31 @@ inline float join(State* state, int64_t parts, int64_t stride, int64_t dim, floa
     return total;
 }
 
+#if !defined(__AVX512F__)
+template <class T, int L, int H>
+void add_values(const Block& block, Pass pass, const float (*weights)[TOKENS], State* state) {
+    constexpr int N = T::PER_WORD, PARTS = f32::PARTS, ALL = L * PARTS;
+    constexpr int AT_ONCE = std::gcd(SUMS / (N * H), ALL);  // parts of a row whose sums registers hold
+    for (int from = 0; from < ALL; from += AT_ONCE) {
+        Part acc[AT_ONCE][H][N] = {};
+        for (int t = 0; t < TOKENS; t++) {
+            if (pass.index == 0) Pass{from / AT_ONCE, ALL / AT_ONCE, pass.ahead}.fetch(t, t + 1, L);
+            UNROLL for (int c = 0; c < AT_ONCE; c++) {
+                Part v[N];
+                T::widen_part(load<u32::Register>(block.v[t] + (from + c) * REGISTER), v);
+                UNROLL for (int h = 0; h < H; h++)
+                    UNROLL for (int i = 0; i < N; i++) acc[c][h][i] += weights[h][t] * v[i];
+            }
+        }
+        for (int c = 0; c < AT_ONCE; c++)
+            for (int h = 0; h < H; h++)
+                for (int i = 0; i < N; i++) {
+                    float* to = state[h].acc + ((from + c) / PARTS * N + i) * LANES + (from + c) % PARTS * f32::EACH;
+                    store(to, load<Part>(to) + acc[c][h][i]);
+                }
+    }
+}
+#else
 template <class T, int L, int H>
 void add_values(const Block& block, Pass pass, const float (*weights)[TOKENS], State* state) {
     constexpr int N = T::PER_WORD, MOST = std::clamp(HELD / (2 * N * H), 1, L);  // lines whose sums registers hold
@@ -84,6 +109,7 @@ void add_values(const Block& block, Pass pass, const float (*weights)[TOKENS], S
                 }
     }
 }
+#endif
 
 // Takes two tokens at a time, interleaved so that each word holds one channel of both.
 template <int L, int H>
@@ -123,7 +149,7 @@ inline int64_t channel(BF16, int64_t c) { return c / 32 * 32 + c % 2 * LANES + c
 // Adds a block's values to the sums of up to HEADS heads whose logits are known. `ahead`: the rows that are read next.
 template <class T, int L, bool WEIGHTED>
 void attend_logits(const Block& block, const char* const* ahead, float (*logits)[TOKENS], State* state, int heads) {
-    constexpr int DIM = L * T::WIDTH, AT_ONCE = power_of_two_below(std::min(16 * LANES / DIM, HELD / 4));
+    constexpr int DIM = L * T::WIDTH, AT_ONCE = WIDENS ? 4 : power_of_two_below(std::min(16 * LANES / DIM, HELD / 4));
     for (int h = 0; h < heads; h++) {
         for (int t = 0; WEIGHTED && t < block.count; t++) logits[h][t] += block.added[t];
         for (int t = block.count; t < TOKENS; t++) logits[h][t] = -INFINITY;

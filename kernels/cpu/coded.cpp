@@ -178,6 +178,9 @@ void attend_rows(const CodedAttention& in, Reader<typename T::Element>& reader, 
     constexpr int WIDTH = L * T::WIDTH;
     const float scale = (float)in.scale * (float)M_LOG2E;
     alignas(LINE) Element k[TOKENS][WIDTH] = {}, v[TOKENS][WIDTH] = {}, signs[TOKENS][WIDTH] = {};  // zero past a head's channels
+    Buffer<float> room, sign_room;
+    const auto* wide = queries<T>(q, in.heads * WIDTH, room);
+    const auto* wide_signs = q_signs ? queries<T>(q_signs, in.heads * WIDTH, sign_room) : nullptr;
     Block block;
     const char* sign_rows[TOKENS];
     for (int t = 0; t < TOKENS; t++) {
@@ -191,9 +194,9 @@ void attend_rows(const CodedAttention& in, Reader<typename T::Element>& reader, 
         for (int h = 0; h < in.heads; h += HEADS) {
             const int heads = std::min<int>(HEADS, in.heads - h);
             alignas(LINE) float logits[HEADS][TOKENS], more[HEADS][TOKENS];
-            block_logits<T, L>(q + h * WIDTH, block.k, block.v, heads, scale, logits[0], TOKENS);
+            block_logits<T, L>(wide + h * WIDTH, block.k, block.v, heads, scale, logits[0], TOKENS);
             if (q_signs) {
-                block_logits<T, L>(q_signs + h * WIDTH, sign_rows, block.v, heads, scale, more[0], TOKENS);
+                block_logits<T, L>(wide_signs + h * WIDTH, sign_rows, block.v, heads, scale, more[0], TOKENS);
                 for (int i = 0; i < heads; i++)
                     for (int t = 0; t < TOKENS; t++) logits[i][t] += more[i][t];
             }

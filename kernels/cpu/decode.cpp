@@ -73,7 +73,7 @@ struct Rows {
 
 // flatten: two callers would else share functions that are faster inlined
 template <class T, bool WEIGHTED, int L>
-__attribute__((flatten)) void attend_rows(const Call& call, Rows rows, const typename T::Element* q, State* state) {
+__attribute__((flatten)) void attend_rows(const Call& call, Rows rows, const typename T::Query* q, State* state) {
     Block blocks[2];
     rows.fill<WEIGHTED>(blocks[0]);
     for (int i = 0; blocks[i].count; i ^= 1) {
@@ -89,7 +89,7 @@ __attribute__((flatten)) void attend_rows(const Call& call, Rows rows, const typ
 }
 
 template <class T, bool WEIGHTED>
-void attend_rows(const Call& call, Rows rows, const typename T::Element* q, State* state) {
+void attend_rows(const Call& call, Rows rows, const typename T::Query* q, State* state) {
     switch (call.dim / T::WIDTH) {
         case 1: return attend_rows<T, WEIGHTED, 1>(call, rows, q, state);
         case 2: return attend_rows<T, WEIGHTED, 2>(call, rows, q, state);
@@ -106,10 +106,13 @@ template <class T> void run(const Call& call, const typename T::Element* q, type
         for (int64_t i = 0; i < call.num_segments; i++) tokens += rows_of(call.segments[i], b);
         return tokens;
     };
+    Buffer<float> room;
+    auto* query = queries<T>(q, call.batch * call.groups * call.heads * call.dim, room);
     auto* attend = call.weighted ? attend_rows<T, true> : attend_rows<T, false>;
     auto part = [&](int64_t b, int64_t group, int64_t first, int64_t count, State* state) {
         int64_t pair = b * call.groups + group;
-        attend(call, Rows(call, pair, first, count, call.dim * sizeof(*q)), q + pair * call.heads * call.dim, state);
+        Rows rows(call, pair, first, count, call.dim * sizeof(*q));
+        attend(call, rows, query + pair * call.heads * call.dim, state);
     };
     in_parts<T>({call.batch, call.groups, call.heads, call.dim, call.dim, 1}, tokens_of, part, out, lse);
 }

@@ -8,12 +8,12 @@ namespace {
 using Rows = RowScores;
 
 // Rows follow each other, which the processor finds out: it reads them a sixth faster if nothing else asks for them.
-// But while longer ones are multiplied with one head after the other, memory would wait.
+// But while longer ones are multiplied with one head after the other, memory would wait, as it does for AVX2 with any.
 constexpr int FETCHED = 5;  // lines of the shortest such rows
 constexpr PassInto<2> NO_FETCH{0, TOKENS + 1, nullptr};
 
 // Returns the log-sum-exp of x[count] times `scale`.
-float log_sum_exp(const float* x, int64_t count, float scale) {
+WITHOUT_CALLS float log_sum_exp(const float* x, int64_t count, float scale) {
     scale *= (float)M_LOG2E;
     f32 best = splat(-INFINITY), total = {};
     f32 last = splat(-INFINITY);
@@ -61,15 +61,17 @@ template <class T, int L, bool PART>
 void products(const typename T::Element* q, const Rows& in, float* out) {
     int64_t chunks = (in.count + in.part - 1) / in.part, pairs = in.batch * in.groups;
     int rest = in.row_bytes - (L - 1) * LINE;
+    Buffer<float> room;
+    const auto* wide = queries<T>(q, pairs * in.heads * L * T::WIDTH, room);
     each_task(pairs * chunks, pairs * in.count > 2048, [&](int64_t task) {
         int64_t pair = task / chunks, first = task % chunks * in.part;
         int64_t sequence = pair / in.groups, count = in.counts ? in.counts[sequence] : in.count;
         HeadRows index(in.x, in.x_batch, in.x_group, in.x_row, in.table, sequence, pair % in.groups);
-        const auto* queries = q + pair * in.heads * L * T::WIDTH;
+        const auto* of_pair = wide + pair * in.heads * L * T::WIDTH;
         const bool by_tiles = !PART && uses_tiles<T>();
         const int64_t filled = (in.heads + LANES - 1) / LANES * LANES;
         std::vector<const char*> each(in.heads);
-        for (int64_t h = 0; h < in.heads; h++) each[h] = (const char*)(queries + h * L * T::WIDTH);
+        for (int64_t h = 0; h < in.heads; h++) each[h] = (const char*)(q + (pair * in.heads + h) * L * T::WIDTH);
         Buffer<uint32_t> words(by_tiles ? L * LANES * filled : 0);
         if (by_tiles) transpose(each.data(), in.heads, L * LANES, words.data(), filled);
         Tiles tiles(by_tiles);
@@ -78,9 +80,10 @@ void products(const typename T::Element* q, const Rows& in, float* out) {
             for (int t = 0; t < TOKENS; t++) rows[t] = index[std::min(at + t, count - 1)];
             for (int t = 0; t < TOKENS; t++) ahead[t] = index[std::min(at + TOKENS + t, count - 1)];
             auto multiply = [&](float* logits, int64_t stride) {
-                in_steps<power_of_two_below(8 / L)>(in.heads, [&](int h, auto n) {
-                    const auto* of_heads = queries + h * L * T::WIDTH;
-                    auto pass = L < FETCHED || in.heads == 1 ? NO_FETCH : PassInto<2>{h, (int)in.heads, ahead};
+                in_steps<HEADS_AT_ONCE<L>>(in.heads, [&](int h, auto n) {
+                    const auto* of_heads = of_pair + h * L * T::WIDTH;
+                    const bool fetches = in.heads > 1 && (WIDENS ? h == 0 : L >= FETCHED);
+                    auto pass = fetches ? PassInto<2>{h, WIDENS ? 1 : (int)in.heads, ahead} : NO_FETCH;
                     add_logits<T, L, n, PART>(of_heads, rows, rest, pass, 1.0f, logits + h * stride, stride);
                 });
             };

@@ -33,12 +33,8 @@ template <class T> struct AtLine {
 template <class T> using Buffer = std::vector<T, AtLine<T>>;
 
 INLINE i32 numbers() {  // of the lanes
-#if defined(__AVX512F__)
-    return i32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};  // compilers fold what is added
-#else
     alignas(LINE) static constexpr int32_t all[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     return load<i32>(all);
-#endif
 }
 INLINE f32 splat(float x) { return f32{} + x; }
 INLINE u32 splat(uint32_t x) { return u32{} + x; }
@@ -141,19 +137,43 @@ constexpr bool WIDENS = true;
 // that are adjacent in the dimension that is summed over.
 struct F32 {
     using Element = float;
+    using Query = float;
     using Vector = f32;
     static constexpr int WIDTH = 16, PER_WORD = 1;  // channels of a vector, and of a word
     static INLINE void widen(const void* from, f32* to) { to[0] = load<f32>(from); }  // in the order of a head's sums
+#if !defined(__AVX512F__)
+    static INLINE void widen_part(u32::Register words, f32::Register* to) { to[0] = (f32::Register)words; }
+#endif
     static INLINE f32 dot(f32 acc, f32 a, f32 b) { return acc + a * b; }
     static INLINE f32 dot(f32 acc, u32 a, u32 b) { return acc + (f32)a * (f32)b; }
 };
 struct BF16 {
     using Element = bf16;
+    using Query = std::conditional_t<WIDENS, float, bf16>;  // as it is multiplied with rows
     using Vector = u32;
     static constexpr int WIDTH = 32, PER_WORD = 2;
     static INLINE void widen(const void* from, f32* to) { to[0] = even(load<u32>(from)), to[1] = odd(load<u32>(from)); }
+#if !defined(__AVX512F__)
+    static INLINE void widen_part(u32::Register words, f32::Register* to) {
+        to[0] = (f32::Register)(words << 16), to[1] = (f32::Register)(words & 0xffff0000u);
+    }
+#endif
     static INLINE f32 dot(f32 acc, u32 a, u32 b) { return dot_pairs(acc, a, b); }
 };
+// Returns `count` channels of queries as they are multiplied with rows; `room` holds them if they are widened.
+template <class T> const typename T::Query* queries(const typename T::Element* q, int64_t count, Buffer<float>& room) {
+    if constexpr (std::is_same_v<typename T::Query, typename T::Element>) {
+        return q;
+    } else {
+        room.resize(count);
+        for (int64_t c = 0; c < count; c += T::WIDTH) {
+            f32 wide[T::PER_WORD];
+            T::widen(q + c, wide);
+            for (int i = 0; i < T::PER_WORD; i++) store(&room[c + i * LANES], wide[i]);
+        }
+        return room.data();
+    }
+}
 
 // Names the rows of one KV head of a sequence, by strides in bytes or by the table of `Ragged`.
 struct HeadRows {

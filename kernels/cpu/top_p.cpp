@@ -21,6 +21,8 @@ template <class T, int L> void estimate(const EstimatedLogits& in) {
     using Element = typename T::Element;
     constexpr int WIDTH = L * T::WIDTH;
     const int64_t tasks = (in.count + AT_ONCE - 1) / AT_ONCE, heads = in.heads / in.lists;  // heads of a list
+    Buffer<float> room;
+    const auto* wide = queries<T>((const Element*)in.q, in.batch * in.groups * in.heads * WIDTH, room);
     each_task(in.batch * in.groups * in.lists * tasks, in.batch * in.groups * in.lists * in.count > AT_ONCE, [&](int64_t task) {
         const int64_t list = task / tasks, first = task % tasks * AT_ONCE, end = std::min(first + AT_ONCE, in.count);
         const int64_t pair = list / in.lists, sequence = pair / in.groups, group = pair % in.groups;
@@ -53,8 +55,8 @@ template <class T, int L> void estimate(const EstimatedLogits& in) {
                 std::memcpy(&halves[t], ranges[rows[at + t]], sizeof *halves);
             }
             widen_halves(halves, 2 * TOKENS, spans);
-            in_steps<power_of_two_below(8 / L)>(heads, [&](int h, auto n) {
-                add_logits<T, L, n, false>(q + h * WIDTH, block, LINE, NO_FETCH, 1.0f, &products[h * TOKENS], TOKENS);
+            in_steps<HEADS_AT_ONCE<L>>(heads, [&](int h, auto n) {
+                add_logits<T, L, n, false>(wide + (list * heads + h) * WIDTH, block, LINE, NO_FETCH, 1.0f, &products[h * TOKENS], TOKENS);
             });
             for (int64_t h = 0; h < heads; h++) {
                 float* out = in.out + (list * heads + h) * in.count + at;

@@ -12,8 +12,10 @@ constexpr int LINE = 64;   // bytes of a vector and a cache line
 #define UNROLL _Pragma("GCC unroll 16")
 #if defined(__AVX512F__)
 #define INLINE inline
+#define WITHOUT_CALLS
 #else  // a call would pass vectors in memory
 #define INLINE inline __attribute__((always_inline))
+#define WITHOUT_CALLS __attribute__((flatten))
 #endif
 
 typedef uint16_t Half __attribute__((vector_size(32)));
