@@ -10,6 +10,9 @@ inline f32 tail(const float* x, int64_t n, float filler) {
     return v;
 }
 
+// Writes the first n lanes.
+inline void put(float* to, f32 v, int64_t n) { n == LANES ? store(to, v) : (void)std::memcpy(to, &v, n * sizeof *to); }
+
 // Calls f(at, vector) for all of x[count]; the last vector is padded.
 template <class F> inline void over(const float* x, int64_t count, float filler, F f) {
     int64_t at = 0;
@@ -22,7 +25,7 @@ struct Softmax {
     f32 weights(f32 logits) const { return exp2(logits * scale - top) * inverse; }
 };
 
-Softmax softmax(const float* x, int64_t count, float scale) {
+WITHOUT_CALLS Softmax softmax(const float* x, int64_t count, float scale) {
     f32 best = splat(-INFINITY), total = {};
     over(x, count, -INFINITY, [&](int64_t, f32 v) { best = maximum(best, v); });
     float top = largest(best) * scale;
@@ -31,7 +34,8 @@ Softmax softmax(const float* x, int64_t count, float scale) {
 }
 
 // A head's logits are `row` entries apart from the next one's, and `count` of them are there.
-template <bool LARGEST> void weigh(const float* x, float* out, int heads, int64_t row, int64_t count, float scale) {
+template <bool LARGEST>
+WITHOUT_CALLS void weigh(const float* x, float* out, int heads, int64_t row, int64_t count, float scale) {
     std::vector<Softmax> head(heads);
     for (int h = 0; h < heads; h++) head[h] = softmax(x + h * row, count, scale);
     for (int64_t at = 0; at < count; at += LANES) {
@@ -42,13 +46,13 @@ template <bool LARGEST> void weigh(const float* x, float* out, int heads, int64_
             f32 w = head[h].weights(n == LANES ? load<f32>(from) : tail(from, n, -INFINITY));
             all = LARGEST ? maximum(all, w) : all + w;
         }
-        std::memcpy(out + at, &all, n * sizeof(float));
+        put(out + at, all, n);
     }
 }
 
 // Computes how far each of the first `candidates` lies below a head's largest logit; returns how many lie within
 // `reach`.
-int64_t margins(const float* x, float* out, int heads, int64_t count, int64_t candidates, float reach) {
+WITHOUT_CALLS int64_t margins(const float* x, float* out, int heads, int64_t count, int64_t candidates, float reach) {
     std::vector<float> top(heads);
     for (int h = 0; h < heads; h++) {
         f32 best = splat(-INFINITY);
@@ -64,7 +68,7 @@ int64_t margins(const float* x, float* out, int heads, int64_t count, int64_t ca
             nearest = maximum(nearest, (n == LANES ? load<f32>(from) : tail(from, n, NAN)) - top[h]);
         }
         hits -= nearest >= -reach;
-        std::memcpy(out + at, &nearest, n * sizeof(float));
+        put(out + at, nearest, n);
     }
     int64_t total = 0;
     for (int i = 0; i < LANES; i++) total += hits[i];
