@@ -4,9 +4,6 @@
 
 constexpr int TOKENS = 32;  // rows of a block
 
-// Unrolls a loop over rows whose sums registers hold. Those of 16 bytes hold few, and all rows take minutes to compile.
-#define UNROLL_ROWS _Pragma("GCC unroll (HELD < 8 ? 4 : 16)")
-
 // Sums over the lanes of sixteen vectors, and returns the sums as one vector.
 INLINE f32 sums_of(const f32* v) {
     f32 pairs[8], fours[4], eights[2];
@@ -128,7 +125,7 @@ void add_logits(const typename T::Query* q, const char* const* rows, int rest, P
     for (int at = 0; at < TOKENS; at += R) {
         pass.fetch(at, at + R, L);
         f32 acc[LANES] = {};
-        UNROLL_ROWS for (int t = 0; t < R; t++) {
+        UNROLL for (int t = 0; t < R; t++) {
             const char* row = rows[at + t];
             UNROLL for (int c = 0; c < L; c++) {
                 V part = PART && c == L - 1 ? load_part<V>(row + c * LINE, rest) : load<V>(row + c * LINE);
