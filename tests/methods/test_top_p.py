@@ -4,7 +4,6 @@ keys in 4 bits estimate. Against loops, and the same wherever rows lie, in batch
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -65,11 +64,11 @@ def test_a_share_is_carried_by_the_fewest_tokens_of_each_head(backend: str) -> N
         for mass in (0.001, 0.6, 0.999, 0.9999999, 1.0):
             wanted = torch.zeros(many, many, 600, dtype=torch.bool)
             for b, c, head in itertools.product(range(many), range(many), range(3)):
-                _, *weights = torch.cat([always[b, c, head, None], logits[b, c, head]]).double().softmax(0).tolist()
-                ranked = sorted((token for token in range(600) if token % 7), key=lambda token: -weights[token])
-                for place, token in enumerate(ranked):
-                    left = math.fsum(weights[late] for late in ranked[place:])
-                    wanted[b, c, token] |= mass == 1 or left > 1 - mass
+                weights = torch.cat([always[b, c, head, None], logits[b, c, head]]).double().softmax(0)[1:].tolist()
+                left, ranked = 0.0, sorted((weights[token], -token) for token in range(600) if token % 7)
+                for weight, token in ranked:
+                    left += weight
+                    wanted[b, c, -token] |= mass == 1 or left > 1 - mass
             with use_backend(backend):
                 other = (ops.carrying(logits, logits, always.unsqueeze(3), mass, 1.0) == 0) ^ wanted
             assert other.sum() <= (4 if backend == "triton" and spread else 0)
