@@ -125,7 +125,7 @@ def _build(source: Path, calls: str, built: Path, compiler: str) -> None:
 
 def _run(command: list[str]) -> str:
     try:
-        completed = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ImportError(f"{command[0]} failed: {error}") from error
     if completed.returncode:
