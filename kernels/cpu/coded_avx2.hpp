@@ -82,22 +82,32 @@ template <class Format> struct Halves {
                   const float (*scales)[TOKENS], float (*to)[TOKENS]) const {
         const int count = THREE ? bytes / 6 : bytes / 4;                     // words of codes, without third bits
         const int each = GROUP ? GROUP / 4 : THREE ? count / 2 : count;  // of a group, or with the same place of third bits
-        for (int t = 0; t < TOKENS; t += EACH) {
-            f32::Register sums[H] = {};
+        for (int t = 0; t < TOKENS; t += LANES) {
+            f32 sums[H];
+            for (int h = 0; h < H; h++) sums[h] = f32{};
             for (int place = 0; place < PLACES; place++)
                 for (int first = 0; first < count; first += each) {
-                    i32::Register acc[H] = {};
+                    i32::Register low[H] = {}, high[H] = {};
                     for (int w = first; w < first + each; w++) {
-                        Words codes = at_place(load<Words>(words[w] + t), place);
-                        if (THREE) codes |= thirds(load<Words>(words[count + w - first] + t), 2 * place + (first > 0));
-                        const Numbers x = numbers(codes);
+                        auto numbers_at = [&](int t) {
+                            Words codes = at_place(load<Words>(words[w] + t), place);
+                            if (THREE) codes |= thirds(load<Words>(words[count + w - first] + t), 2 * place + (first > 0));
+                            return numbers(codes);
+                        };
+                        const Numbers x = numbers_at(t), y = numbers_at(t + EACH);
                         UNROLL for (int half = 0; half < 2; half++)
-                            UNROLL for (int h = 0; h < H; h++)
-                                acc[h] += dot(x.of[half], splat_word(query[h][place * count * 2 + 2 * w + half]));
+                            UNROLL for (int h = 0; h < H; h++) {
+                                const Words q = splat_word(query[h][place * count * 2 + 2 * w + half]);
+                                low[h] += dot(x.of[half], q), high[h] += dot(y.of[half], q);
+                                // stay in registers; with third bits there are too few of them
+                                if (!THREE) asm volatile("" : "+x"(low[h]), "+x"(high[h]));
+                            }
                     }
-                    const auto scale = load<f32::Register>(scales[GROUP ? (place * count + first) / each : 0] + t);
-                    UNROLL for (int h = 0; h < H; h++)
-                        sums[h] += Format::RANGED ? as_floats(acc[h]) : as_floats(acc[h]) * scale;
+                    const f32 scale = load<f32>(scales[GROUP ? (place * count + first) / each : 0] + t);
+                    UNROLL for (int h = 0; h < H; h++) {
+                        const f32 products = {{as_floats(low[h]), as_floats(high[h])}};
+                        sums[h] += Format::RANGED ? products : products * scale;
+                    }
                 }
             for (int h = 0; h < H; h++) store(to[h] + t, sums[h]);
         }
@@ -133,8 +143,8 @@ template <class Format> struct Halves {
                 const int channel = place * bytes + c, range = range_of(channel);
                 UNROLL for (int part = 0; part < 2; part++) {
                     i32::Register sums[H][2] = {};
-                    for (int t = 0; t < count; t += 2) {
-                        const char *a = row + t * stride, *b = t + 1 < count ? a + stride : a;
+                    const char *a = row, *b = row + (count > 1 ? stride : 0);
+                    for (int t = 0; t < count; t += 2, a += 2 * stride, b = t + 1 < count ? a + stride : a) {
                         if (place == 0 && part == 0 && c % LINE == 0) {
                             fetch(a + c + TOKENS * stride);
                             fetch(b + c + TOKENS * stride);
@@ -257,7 +267,9 @@ struct FloatAttention : ScaledAttention {
         });
     }
 
-    float sum_of(int head, int c) const override { return states[head].acc[c]; }
+    void put_sums(int head, float* to) const override {
+        put_each(to, [&](int c) { return states[head].acc[c]; });
+    }
 };
 
 }  // namespace

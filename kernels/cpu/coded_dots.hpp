@@ -301,7 +301,9 @@ template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
         });
     }
 
-    float sum_of(int head, int c) const override { return states[head].acc[values.place_of(c)]; }
+    void put_sums(int head, float* to) const override {
+        put_each(to, [&](int c) { return states[head].acc[values.place_of(c)]; });
+    }
 };
 
 }  // namespace

@@ -156,8 +156,25 @@ template <class RowOf> void turn_four(RowOf row_of, int bytes, u32* to) {
         fours[i] = (u32)_mm512_inserti32x4(_mm512_inserti32x4(four, part(8), 2), part(12), 3);
     }
 #else
-    std::memset(fours, 0, sizeof fours);
-    for (int i = 0; i < LANES; i++) copy_part((char*)&fours[i % 4] + i / 4 * 16, row_of(i), bytes);
+#if defined(__AVX2__)
+    auto both = [&](int i) {
+        const __m256i one = _mm256_castsi128_si256(load<__m128i>(row_of(i)));
+        return (u32::Register)_mm256_inserti128_si256(one, load<__m128i>(row_of(i + 4)), 1);
+    };
+    if (bytes == 4) {
+        alignas(LINE) uint32_t word[LANES];
+        for (int i = 0; i < LANES; i++) word[i] = load<uint32_t>(row_of(i));
+        for (int i = 0; i < 4; i++) to[i] = load<u32>(word);  // the others are not wanted
+        return;
+    }
+    if (bytes == 16)
+        for (int i = 0; i < 4; i++) fours[i] = {{both(i), both(i + 8)}};
+    else
+#endif
+    {
+        std::memset(fours, 0, sizeof fours);
+        for (int i = 0; i < LANES; i++) copy_part((char*)&fours[i % 4] + i / 4 * 16, row_of(i), bytes);
+    }
 #endif
     u32 pairs[4];
     UNROLL for (int i = 0; i < 4; i += 2) {
@@ -218,8 +235,14 @@ struct ScaledAttention {
     virtual void multiply_keys(int64_t first, int count) = 0;
     // Adds the values of a block whose weights are in `logits`.
     virtual void add_values(int64_t first, int count) = 0;
-    // Returns the sum of channel c.
-    virtual float sum_of(int head, int c) const = 0;
+    // Writes the sums of a head's channels in the order of bf16.
+    virtual void put_sums(int head, float* to) const = 0;
+    // Does so where sum_of(c) is that of channel c.
+    template <class SumOf> void put_each(float* to, SumOf sum_of) const {
+        for (int c = 0; c < dim; c += 2 * LANES)
+            for (int odd = 0; odd < 2; odd++)
+                UNROLL for (int i = 0; i < LANES; i++) to[c + odd * LANES + i] = sum_of(c + 2 * i + odd);
+    }
 
     Buffer<float> widened(const bf16* from) const {
         Buffer<float> to(heads * width);
@@ -238,10 +261,15 @@ struct ScaledAttention {
         }
         for (int h = 0; h < heads; h++) {
             to[h].top = states[h].top, to[h].totals = states[h].totals;
-            for (int r = 0; r < ranges; r++) {
-                const float center = ranged ? sum(load<f32>(states[h].acc + width + r * LANES)) : 0;
-                for (int c = r * dim / ranges; c < (r + 1) * dim / ranges; c++)
-                    to[h].acc[channel(BF16{}, c)] = sum_of(h, c) + center;
+            put_sums(h, to[h].acc);
+            for (int r = 0; ranged && r < ranges; r++) {
+                const float center = sum(load<f32>(states[h].acc + width + r * LANES));
+                const int end = (r + 1) * dim / ranges;
+                int c = r * dim / ranges;
+                // whole vectors of bf16 are in place
+                for (; c % (2 * LANES) == 0 && c + 2 * LANES <= end; c += 2 * LANES)
+                    for (int i = 0; i < 2 * LANES; i += LANES) store(to[h].acc + c + i, load<f32>(to[h].acc + c + i) + center);
+                for (; c < end; c++) to[h].acc[channel(BF16{}, c)] += center;
             }
         }
     }
@@ -288,7 +316,8 @@ struct ScaledAttention {
     // Lays out queries for the ranges of a block of keys, unless they are.
     void set_block(int64_t to) {
         if (to == block) return;
-        alignas(LINE) float range[2 * MOST_DIM] = {};
+        alignas(LINE) float range[2 * MOST_DIM];
+        if (width > dim) std::fill(range, range + 2 * MOST_DIM, 0.0f);
         widen_halves(at.k_range[block = to], 2 * dim, range);
         fetch(at.k_range[to + 1], 4 * dim);
         for (int64_t j = 0; j < in.codes.channels; j++) {  // what is kept in full has no range

@@ -148,7 +148,9 @@ struct TileAttention : ScaledAttention {
         }
     }
 
-    float sum_of(int head, int c) const override { return states[head].acc[c]; }
+    void put_sums(int head, float* to) const override {
+        put_each(to, [&](int c) { return states[head].acc[c]; });
+    }
 };
 
 }  // namespace

@@ -55,7 +55,16 @@ template <class V, class F> inline auto fold(V v, F f) {
     return all;
 }
 INLINE float sum(f32 v) { return fold(v, [](auto a, auto b) { return a + b; }); }
-INLINE float largest(f32 v) { return fold(v, [](auto a, auto b) { return a > b ? a : b; }); }
+INLINE float largest(f32 v) {
+#if defined(__AVX2__)
+    const __m256 all = _mm256_max_ps((__m256)v.part[0], (__m256)v.part[1]);
+    __m128 half = _mm_max_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+    half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+#else
+    return fold(v, [](auto a, auto b) { return a > b ? a : b; });
+#endif
+}
 INLINE int32_t smallest(i32 v) { return fold(v, [](auto a, auto b) { return a < b ? a : b; }); }
 INLINE bool any(i32 mask) {
 #if defined(__AVX2__)
