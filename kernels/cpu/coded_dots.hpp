@@ -185,7 +185,7 @@ template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
     const Halves<Format> values;
     const Halves<Levels<1>> signs{BOTH_SIGNS};
     const int key_bytes = KeyFormat::bytes(dim), bytes = Format::bytes(dim);
-    const int row_bytes = key_bytes + (in.q_signs ? dim / 8 : 0);  // of a key and its signs
+    const int row_bytes = key_bytes + (WIDENS && in.q_signs ? dim / 8 : 0);  // of a key and its signs
     WholeQueries query, sign_query;
     alignas(LINE) uint32_t key_words[MOST_DIM / 4][TOKENS];
     alignas(LINE) uint32_t weights[MOST_HEADS][MOST_RANGES * TOKENS / 2] = {};
@@ -196,7 +196,7 @@ template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
         : ScaledAttention(in, sequence, group, head, heads, false), keys(in.codes.key_levels), values(in.codes.levels) {
         const Buffer<float> ones(width, 1);
         lay_out(ones.data());
-        if (!in.q_signs) return;
+        if (!WIDENS || !in.q_signs) return;
         const int64_t from = ((sequence * in.groups + group) * in.heads + head) * width;
         sign_query.lay_out(widened((const bf16*)in.q_signs + from).data(), heads, width, ones.data());
     }
@@ -205,9 +205,10 @@ template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
     // channels are kept in full than there is room for.
     static bool takes(const CodedAttention& in) {
         const Codes& codes = in.codes;
+        if (!WIDENS && (in.q_signs || codes.channels)) return false;  // AVX-512 decodes these
         constexpr bool THREE = std::is_same_v<KeyFormat, Levels<3>> || std::is_same_v<Format, Levels<3>>;
         return (THREE ? codes.dim == 128 : Format::bytes(codes.dim) % 32 == 0) && (!in.q_signs || codes.dim % 32 == 0) &&
-               (codes.kind != INTEGERS || codes.dim / codes.ranges % 32 == 0) && codes.channels <= (WIDENS ? MOST_KEPT : 0);
+               (codes.kind != INTEGERS || codes.dim / codes.ranges % 32 == 0) && codes.channels <= MOST_KEPT;
     }
 
     void lay_out(const float* step) override { query.lay_out(q.data(), heads, width, step); }
@@ -216,7 +217,7 @@ template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
         turn_keys(first, count);
         if (!ranged) {
             multiply(keys, key_words, key_bytes, query, scales, [&](int h, f32 x, int t) { store(logits[h] + t, x); });
-            if (in.q_signs)
+            if (WIDENS && in.q_signs)
                 multiply(signs, key_words + key_bytes / 4, dim / 8, sign_query, scales + 2, [&](int h, f32 x, int t) {
                     store(logits[h] + t, load<f32>(logits[h] + t) + x * (float)in.codes.residual);
                 });
@@ -275,7 +276,7 @@ template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
     }
     // Reads the channels that are kept in full of rows from `from` to next - 1 behind `first`.
     void read_kept(int64_t first, int from, int next) {
-        for (int t = from; in.codes.channels && t < next; t++)
+        for (int t = from; WIDENS && in.codes.channels && t < next; t++)
             for (int j = 0; j < in.codes.channels; j++) kept[j][t] = to_float(((const bf16*)at.kept[first + t])[j]);
     }
 

@@ -97,8 +97,8 @@ INLINE void narrow(bf16* to, f32 a, f32 b) {
 #endif
 }
 
-// Transposes sixteen rows of sixteen words.
-INLINE void transpose(u32* x) {
+// Transposes sixteen rows of sixteen words. Always inlined: a call would pass them in memory.
+inline __attribute__((always_inline)) void transpose(u32* x) {
     u32 y[LANES];
     UNROLL for (int i = 0; i < LANES; i += 2) {
         y[i] = shuffle<0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29>(x[i], x[i + 1]);
