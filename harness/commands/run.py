@@ -11,7 +11,6 @@ import shlex
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -24,13 +23,15 @@ from yaml import MarkedYAMLError
 from harness.config.catalogue import CONF, ConfigError, config_dirs
 from harness.config.compose import (
     SWEEP,
+    Composed,
+    built,
     compose_all,
     explain,
     read,
     search_path,
     with_own_parameters,
 )
-from harness.config.errors import sentence
+from harness.config.errors import one_sentence, sentence
 from harness.config.keys import WITHOUT_WORDS, help_text
 from harness.config.settings import Settings, settings_of
 from harness.results.provenance import git
@@ -102,12 +103,7 @@ class Command:
         jobs = compose_all(words, sweep=not {*SWEEP}.isdisjoint(flags))
         jobs = with_own_settings(with_own_parameters(jobs, folders))
         self.labels, together = labels(jobs), groups(jobs)
-        known = list[Settings]()
-        for job, label in zip(jobs, self.labels, strict=True):
-            with suppress(ValueError):  # which the job says once it runs, and the others go on
-                known.append(settings := settings_of(job.config))
-                if len(jobs) > 1 and not settings.dry_run:
-                    begun.note(job.config, label)
+        known = self.settings_of(jobs)
         asked = [settings.wandb.project for settings in known if not settings.dry_run]
         self.projects += dict.fromkeys(filter(None, asked))
         if launcher and known and not any(settings.dry_run for settings in known):
@@ -137,6 +133,20 @@ class Command:
         for outcome in outcomes:
             self.finished += outcome.folders
             self.failed += outcome.failures
+
+    def settings_of(self, jobs: Sequence[Composed]) -> list[Settings]:
+        """Return the settings of the jobs that have valid ones. Print what is wrong with the others now, since the
+        first job may take hours."""
+        known = list[Settings]()
+        for number, (job, label) in enumerate(zip(jobs, self.labels, strict=True)):
+            try:
+                known.append(settings := settings_of(job.config))
+                if len(jobs) > 1 and not settings.dry_run:
+                    begun.note(job.config, label)
+                    built(job.config)
+            except ValueError as error:
+                self.complain(number, one_sentence(error))
+        return known
 
     def report(self) -> int:
         """Print the table of the finished runs, and after a sweep the jobs that failed, grouped by

@@ -122,7 +122,7 @@ ROOT = Path(__file__).parents[2]
 def test_in_a_sweep_one_bad_job_is_named_and_the_others_run(cli: Cli, tmp_path: Path) -> None:
     code, out, err = cli("-m", "method=full,streaming", "budget=0.2,-1")
     assert code == 1
-    assert "budget=-1" in err
+    assert err.index("budget=-1") < err.index("job 1/3")  # before the first job, which may take hours
     statuses = [json.loads(path.read_text())["status"] for path in (tmp_path / "runs").glob("*/run.json")]
     assert statuses == ["complete", "complete"]
     assert "20%" in out
