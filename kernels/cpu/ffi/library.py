@@ -8,8 +8,10 @@ import hashlib
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,13 +126,28 @@ def _build(source: Path, calls: str, built: Path, compiler: str) -> None:
 
 
 def _run(command: list[str]) -> str:
+    """Run a compiler and return its output. The processes that it starts end with it, also where a
+    signal stops this one."""
     try:
-        completed = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+        compiling = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            out, errors = compiling.communicate(timeout=1800)
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(compiling.pid, signal.SIGKILL)
+            compiling.communicate()
+            raise
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ImportError(f"{command[0]} failed: {error}") from error
-    if completed.returncode:
-        lines = completed.stderr.splitlines() or ["no message"]
+    if compiling.returncode:
+        lines = errors.splitlines() or ["no message"]
         raise ImportError(
             f"{command[0]} failed: {next((line for line in lines if 'error' in line), lines[0])}"
         )
-    return completed.stdout
+    return out
