@@ -146,6 +146,8 @@ class Command:
                     built(job.config)
             except ValueError as error:
                 self.complain(number, one_sentence(error))
+            except Exception:  # its job says it, beside a file with the traceback
+                continue
         return known
 
     def report(self) -> int:

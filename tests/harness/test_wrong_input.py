@@ -199,6 +199,15 @@ def test_a_method_that_raises_fails_its_own_job_alone(
     assert out.splitlines()[-1].startswith("  method=broken: ")
 
 
+def test_a_method_that_cannot_be_built_fails_its_own_job_alone(cli: Cli, broken: Broken) -> None:
+    broken.file.write_text(BROKEN.replace("def check(self, budget, layer=0)", "def __post_init__(self)"))
+    code, out, err = cli("-m", f"--config-dir={broken.conf}", "method=broken,streaming", "method.when=planned")
+    assert code == 1
+    assert "Traceback" not in err
+    assert "streaming" in out
+    assert out.splitlines()[-1].startswith("  method=broken: ")
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_a_broken_yaml_is_named_by_file_and_line(cli: Cli, broken: Broken, named: bool) -> None:
     path = Path(broken.conf) / "method" / "broken.yaml"
