@@ -21,7 +21,7 @@ gives it to methods."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import product
+from itertools import chain
 from typing import TypeVar
 
 from methods.abilities.bounded_answer import BoundedAnswer, CountedAnswer
@@ -69,10 +69,14 @@ def ability(method: Method, kind: type[A]) -> A | None:
 def refuse(method: Method, given: Sequence[Ability]) -> None:
     """Raise `ValueError` if `method` cannot have one of the abilities that settings gave it. What it
     cannot have at all is said before what cannot have one another."""
-    for others, one in product((method.abilities, given), given):
-        apart = (APART.get((type(own), type(one))) for own in others)
-        why = next((reason for reason in apart if reason), None)
-        if why is None and others is not given:
-            why = one.refusal(method)
+    impossible = ((one, _apart(method.abilities, one) or one.refusal(method)) for one in given)
+    together = ((one, _apart(given, one)) for one in given)
+    for one, why in chain(impossible, together):
         if why is not None:
             raise one.error(method, why)
+
+
+def _apart(others: Sequence[Ability], one: Ability) -> str | None:
+    """Return why `one` cannot be had beside one of `others`, or None."""
+    reasons = (APART.get((type(other), type(one))) for other in others)
+    return next((reason for reason in reasons if reason), None)
