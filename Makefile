@@ -5,9 +5,10 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # On a machine without a GPU, `make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu` avoids the CUDA packages.
 TORCH_INDEX ?=
-# Python compiles a module when it is first imported: all of them would take two minutes. What setuptools says of editable
-# installs is no news.
-PIP     := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+# Python compiles a module when it is first imported: all of them would take two minutes. Where it may not keep what it has
+# compiled, each process would take seconds to do so again. What setuptools says of editable installs is no news.
+COMPILE := $(if $(PYTHONDONTWRITEBYTECODE),--compile,--no-compile)
+PIP     := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check $(COMPILE) -c constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check test test-all test-cpus test-official test-engines gpu-check gpu-measure families tables published check-numbers docs demo bench-generate clean
