@@ -1,5 +1,5 @@
 // Makes whole numbers of 16 bits of codes, and multiplies them, with the registers of AVX2. A word has four codes at each place
-// of its bytes: those of its even bytes become one register of halves, those of its odd bytes another.
+// of its bytes: a register of these becomes two of halves.
 #pragma once
 #include "coded_scaled.hpp"
 
@@ -12,6 +12,7 @@ constexpr int EACH = u32::EACH;  // words of a register
 INLINE i32::Register dot(Words a, Words b) { return (i32::Register)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
 INLINE f32::Register as_floats(i32::Register x) { return (f32::Register)_mm256_cvtepi32_ps((__m256i)x); }
 INLINE Words splat_word(uint32_t x) { return (Words)_mm256_set1_epi32(x); }
+INLINE Words splat_two(const void* of) { return (Words)_mm256_set1_epi64x(load<int64_t>(of)); }
 INLINE Words repeated_line(const void* of) { return (Words)_mm256_broadcastsi128_si256(load<__m128i>(of)); }
 
 INLINE Words halves_of(f32 x) {  // rounded to whole numbers of 16 bits
@@ -32,6 +33,7 @@ template <class Format> struct Halves {
     static constexpr int BITS = THREE ? 2 : Format::bytes(8), PLACES = 8 / BITS;  // of a byte; third bits stand apart
     // Channels of a row that share a scale (0: all), and ranges of the 32 channels of a register, which its words take in turn.
     static constexpr int GROUP = FOUR ? 16 : 0, MIXED = FOUR ? 2 : 1;
+    static constexpr bool BY_BYTES = !FOUR && !Format::RANGED;  // whether `add` takes two tokens' bytes in turn
     alignas(16) uint8_t low_bytes[16], high_bytes[16];  // of the number of each code
     float unit = 1;
 
@@ -48,16 +50,17 @@ template <class Format> struct Halves {
     }
 
     struct Numbers {
-        Words of[2];  // of even bytes, and of odd
+        Words of[2];  // of the lower eight bytes of each 16, and of the upper; of FOUR those of even bytes, and of odd
     };
     // Makes numbers of codes that take a byte each.
     INLINE Numbers numbers(Words codes) const {
-        if (Format::RANGED) return {{codes & 0xff00ffu, (Words)((Shorts)codes >> 8)}};
-        const Words high = (Words)_mm256_shuffle_epi8((__m256i)repeated_line(high_bytes), (__m256i)codes);
-        const Words even = (Words)((Shorts)high << 8), odd = high & 0xff00ff00u;
-        if (FOUR) return {{even, odd}};
-        const Words low = (Words)_mm256_shuffle_epi8((__m256i)repeated_line(low_bytes), (__m256i)codes);
-        return {{even | (low & 0xff00ffu), odd | (Words)((Shorts)low >> 8)}};
+        const auto both = [](auto low, auto high) {
+            return Numbers{{(Words)_mm256_unpacklo_epi8(low, high), (Words)_mm256_unpackhi_epi8(low, high)}};
+        };
+        if (Format::RANGED) return both((__m256i)codes, _mm256_setzero_si256());
+        const __m256i high = _mm256_shuffle_epi8((__m256i)repeated_line(high_bytes), (__m256i)codes);
+        if (FOUR) return {{(Words)((Shorts)high << 8), (Words)high & 0xff00ff00u}};
+        return both(_mm256_shuffle_epi8((__m256i)repeated_line(low_bytes), (__m256i)codes), high);
     }
     static INLINE Words at_place(Words bytes, int place) {
         return BITS == 8 ? bytes : bytes >> place * BITS & ((1u << BITS) - 1) * 0x01010101u;
@@ -65,14 +68,24 @@ template <class Format> struct Halves {
     // Returns the third bits of codes, those of bit `bit` of each byte.
     static INLINE Words thirds(Words bytes, int bit) { return bytes >> bit << 2 & 0x04040404u; }
 
+    // Returns code i of each half, 2^shift_of(i) times as large: it stays at its place where sums of a block fit 32 bits.
+    static constexpr int shift_of(int i) { return (i + 1) * BITS <= 12 ? i * BITS : 0; }
+    static INLINE Words field(Words halves, int i) {
+        const Words moved = (Words)((Shorts)halves >> uint16_t(i * BITS - shift_of(i)));
+        return (i + 1) * BITS == 16 ? moved : moved & (((1u << BITS) - 1) << shift_of(i)) * 0x10001u;
+    }
+
     // Prefetches a line: of codes of 8 bits into L2, which has more lines on their way at once than L1.
     static INLINE void fetch(const char* line) { __builtin_prefetch(line, 0, BITS == 8 ? 2 : 3); }
 
     // Returns the place of channel c among sums, which stand in the order in which `add` makes words.
     static int64_t place_of(int64_t c) {
-        const int64_t half = c % 32 / 2;
-        const int64_t lane = MIXED == 1 ? half % 4 + half / 8 * 4 : half % 4 * 2 + half / 8;
-        return c / 32 * 32 + c % 2 * LANES + half / 4 % 2 * EACH + lane;
+        const int64_t byte = c % 32, half = byte / 2;
+        if (!BY_BYTES) {
+            const int64_t lane = MIXED == 1 ? half % 4 + half / 8 * 4 : half % 4 * 2 + half / 8;
+            return c / 32 * 32 + c % 2 * LANES + half / 4 % 2 * EACH + lane;
+        }
+        return c / 32 * 32 + byte / 4 % 2 * LANES + byte / 8 % 2 * EACH + byte % 4 + byte / 16 * 4;
     }
 
     // Multiplies keys with the queries of H heads: to[H][TOKENS]. words[bytes / 4][TOKENS]: the words of each key;
@@ -80,109 +93,102 @@ template <class Format> struct Halves {
     template <int H>
     __attribute__((noinline)) void multiply(const uint32_t (*words)[TOKENS], int bytes, const uint32_t (*query)[MOST_DIM / 2],
                   const float (*scales)[TOKENS], float (*to)[TOKENS]) const {
-        const int count = THREE ? bytes / 6 : bytes / 4;                     // words of codes, without third bits
+        const int count = THREE ? bytes / 6 : bytes / 4;                 // words of codes, without third bits
         const int each = GROUP ? GROUP / 4 : THREE ? count / 2 : count;  // of a group, or with the same place of third bits
-        for (int t = 0; t < TOKENS; t += LANES) {
-            f32 sums[H];
-            for (int h = 0; h < H; h++) sums[h] = f32{};
+        // Numbers of even and of odd bytes are of the same rows, others are not, whose sums are joined at the end.
+        constexpr int HALVES = FOUR ? 1 : 2;
+        for (int t = 0; t < TOKENS; t += EACH) {
+            f32::Register sums[H] = {};
+            i32::Register acc[H][HALVES] = {};
             for (int place = 0; place < PLACES; place++)
                 for (int first = 0; first < count; first += each) {
-                    i32::Register low[H] = {}, high[H] = {};
                     for (int w = first; w < first + each; w++) {
-                        auto numbers_at = [&](int t) {
-                            Words codes = at_place(load<Words>(words[w] + t), place);
-                            if (THREE) codes |= thirds(load<Words>(words[count + w - first] + t), 2 * place + (first > 0));
-                            return numbers(codes);
-                        };
-                        const Numbers x = numbers_at(t), y = numbers_at(t + EACH);
-                        UNROLL for (int half = 0; half < 2; half++)
-                            UNROLL for (int h = 0; h < H; h++) {
-                                const Words q = splat_word(query[h][place * count * 2 + 2 * w + half]);
-                                low[h] += dot(x.of[half], q), high[h] += dot(y.of[half], q);
-                                // stay in registers; with third bits there are too few of them
-                                if (!THREE) asm volatile("" : "+x"(low[h]), "+x"(high[h]));
-                            }
+                        Words codes = at_place(load<Words>(words[w] + t), place);
+                        if (THREE) codes |= thirds(load<Words>(words[count + w - first] + t), 2 * place + (first > 0));
+                        const Numbers x = numbers(codes);
+                        UNROLL for (int h = 0; h < H; h++) {
+                            const uint32_t* of = query[h] + place * count * 2 + 2 * w;
+                            UNROLL for (int half = 0; half < 2; half++)
+                                acc[h][half % HALVES] += dot(x.of[half], FOUR ? splat_word(of[half]) : splat_two(of));
+                            UNROLL for (auto& sum : acc[h]) asm volatile("" : "+x"(sum));  // stay in registers
+                        }
                     }
-                    const f32 scale = load<f32>(scales[GROUP ? (place * count + first) / each : 0] + t);
-                    UNROLL for (int h = 0; h < H; h++) {
-                        const f32 products = {{as_floats(low[h]), as_floats(high[h])}};
-                        sums[h] += Format::RANGED ? products : products * scale;
-                    }
+                    if (FOUR)
+                        UNROLL for (int h = 0; h < H; h++) {
+                            const auto scale = load<f32::Register>(scales[(place * count + first) / each] + t);
+                            sums[h] += as_floats(acc[h][0]) * scale, acc[h][0] = i32::Register{};
+                        }
                 }
-            for (int h = 0; h < H; h++) store(to[h] + t, sums[h]);
+            UNROLL for (int h = 0; h < H; h++) {
+                const auto all = (i32::Register)_mm256_hadd_epi32((__m256i)acc[h][0], (__m256i)acc[h][HALVES - 1]);
+                if (!FOUR) sums[h] = as_floats(all);
+                store(to[h] + t, Format::RANGED || FOUR ? sums[h] : sums[h] * load<f32::Register>(scales[0] + t));
+            }
         }
     }
 
-    // Loads 32 bytes of two rows from byte c on: each word has a half of both, of MIXED ranges in turn. `part`: which of the
-    // two registers.
+    // Loads 32 bytes of two rows: their halves in turn, of MIXED ranges in turn, or their bytes. `part`: which of the two
+    // registers.
     static INLINE Words both(const char* a, const char* b, int part) {
         const __m256i x = load<__m256i>(a), y = load<__m256i>(b);
+        if (BY_BYTES) return (Words)(part ? _mm256_unpackhi_epi8(x, y) : _mm256_unpacklo_epi8(x, y));
         const __m256i words = part ? _mm256_unpackhi_epi16(x, y) : _mm256_unpacklo_epi16(x, y);
         return (Words)(MIXED == 1 ? words : _mm256_permutevar8x32_epi32(words, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
     }
     // Loads the bytes of the third bits of both: the channels of the upper four words have the bits above those of the lower.
     static INLINE Words both_thirds(const char* a, const char* b, int part) {
         const __m256i x = (__m256i)repeated_line(a), y = (__m256i)repeated_line(b);
-        const __m256i words = part ? _mm256_unpackhi_epi16(x, y) : _mm256_unpacklo_epi16(x, y);
+        const __m256i words = part ? _mm256_unpackhi_epi8(x, y) : _mm256_unpacklo_epi8(x, y);
         return (Words)_mm256_srlv_epi32(words, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
     }
     static INLINE Words repeat(const void* of) {  // a word, or the words of two ranges
-        return MIXED == 1 ? splat_word(load<uint32_t>(of)) : (Words)_mm256_set1_epi64x(load<int64_t>(of));
+        return MIXED == 1 ? splat_word(load<uint32_t>(of)) : splat_two(of);
     }
 
     // Adds `count` values times the weights of H heads, two tokens at a time: a word has a channel of both. range_of(channel)
     // is the first range of 32 channels. A head has weights [ranges / MIXED][TOKENS / 2][MIXED], in units [ranges]; its sums
-    // stand in the order of `place_of`.
-    template <int H>
+    // stand in the order of `place_of`. `ahead`: what is prefetched meanwhile.
+    template <int H, class... Ahead>
     __attribute__((noinline)) void add(const char* row, int64_t stride, int count, int bytes, RangeOf range_of,
              const uint32_t (*weights)[MOST_RANGES * TOKENS / 2], const float (*units)[MOST_RANGES], float* to,
-             int64_t to_stride) const {
+             int64_t to_stride, Ahead... ahead) const {
         if (THREE) bytes = bytes / 3 * 2;
         for (int c = 0; c < bytes; c += 32)
-            for (int place = 0; place < PLACES; place++) {
+            UNROLL for (int place = 0; place < PLACES; place++) {
                 const int channel = place * bytes + c, range = range_of(channel);
                 UNROLL for (int part = 0; part < 2; part++) {
+                    (ahead.fetch(), ...);
                     i32::Register sums[H][2] = {};
-                    const char *a = row, *b = row + (count > 1 ? stride : 0);
-                    for (int t = 0; t < count; t += 2, a += 2 * stride, b = t + 1 < count ? a + stride : a) {
-                        if (place == 0 && part == 0 && c % LINE == 0) {
-                            fetch(a + c + TOKENS * stride);
-                            fetch(b + c + TOKENS * stride);
-                        }
-                        Words codes = at_place(both(a + c, b + c, part), place);
-                        if (THREE) codes |= thirds(both_thirds(a + bytes, b + bytes, part), 2 * place);
-                        const Numbers x = numbers(codes);
-                        UNROLL for (int h = 0; h < H; h++) {
-                            const Words weight = repeat(&weights[h][range * TOKENS / 2 + t / 2 * MIXED]);
-                            UNROLL for (int half = 0; half < 2; half++) sums[h][half] += dot(x.of[half], weight);
-                        }
-                    }
+                    const uint32_t* weight = weights[0] + range * TOKENS / 2;
+                    auto take = [&](const char* a, const char* b) {
+                        const Words codes = both(a + c, b + c, part);
+                        Numbers x;
+                        if (Format::RANGED)
+                            UNROLL for (int half = 0; half < 2; half++) x.of[half] = field(codes, place + half * PLACES);
+                        else
+                            x = numbers(at_place(codes, place) |
+                                        (THREE ? thirds(both_thirds(a + bytes, b + bytes, part), 2 * place) : Words{}));
+                        UNROLL for (int h = 0; h < H; h++)
+                            UNROLL for (int half = 0; half < 2; half++)
+                                sums[h][half] += dot(x.of[half], repeat(weight + h * MOST_RANGES * TOKENS / 2));
+                        weight += MIXED;
+                    };
+                    const char* a = row;
+                    for (int t = 1; t < count; t += 2, a += 2 * stride) take(a, a + stride);
+                    if (count % 2) take(a, a);
                     UNROLL for (int h = 0; h < H; h++) {
-                        const auto units_of_both = (f32::Register)repeat(&units[h][range]) * unit;
+                        auto units_of_both = (f32::Register)repeat(&units[h][range]);
+                        if (!Format::RANGED) units_of_both *= unit;
                         UNROLL for (int half = 0; half < 2; half++) {
                             float* sum = to + h * to_stride + channel + half * LANES + part * EACH;
-                            store(sum, load<f32::Register>(sum) + as_floats(sums[h][half]) * units_of_both);
+                            const float less = Format::RANGED ? 1.0f / (1 << shift_of(place + half * PLACES)) : 1;
+                            store(sum, load<f32::Register>(sum) + as_floats(sums[h][half]) * (units_of_both * less));
                         }
                     }
                 }
             }
     }
 };
-
-// Writes the four words from byte `at` on of eight rows so that the lanes of a register are rows, from lane t on.
-INLINE void turn_words(const char* const* rows, int at, uint32_t (*to)[TOKENS], int t) {
-    __m256i x[4], pairs[4];
-    UNROLL for (int i = 0; i < 4; i++)
-        x[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(load<__m128i>(rows[i] + at)), load<__m128i>(rows[i + 4] + at), 1);
-    UNROLL for (int i = 0; i < 2; i++) {
-        pairs[i] = _mm256_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
-        pairs[i + 2] = _mm256_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
-    }
-    UNROLL for (int i = 0; i < 2; i++) {
-        store(to[2 * i] + t, _mm256_unpacklo_epi64(pairs[2 * i], pairs[2 * i + 1]));
-        store(to[2 * i + 1] + t, _mm256_unpackhi_epi64(pairs[2 * i], pairs[2 * i + 1]));
-    }
-}
 
 // Sums over the lanes of eight registers.
 INLINE f32::Register sums_of(const f32::Register* x) {

@@ -161,11 +161,12 @@ namespace {
 
 // Queries as whole numbers, for the steps of a block of keys.
 struct WholeQueries {
-    alignas(LINE) uint32_t of[MOST_HEADS][MOST_DIM / 2];  // of each four channels the first and the third, then the others
+    // BY_FOURS: of each four channels the first and the third, then the others; else in order
+    alignas(LINE) uint32_t of[MOST_HEADS][MOST_DIM / 2];
     float units[MOST_HEADS];
 
     // Lays out queries [heads][width] times the step of each channel.
-    void lay_out(const float* q, int heads, int width, const float* step) {
+    template <bool BY_FOURS> void lay_out(const float* q, int heads, int width, const float* step) {
         for (int h = 0; h < heads; h++, q += width) {
             auto scaled = [&](int c) { return load<f32>(q + c) * load<f32>(step + c); };
             f32 most = {};
@@ -173,13 +174,29 @@ struct WholeQueries {
             const float top = largest(most), times = top > 0 ? LARGEST / top : 0;
             units[h] = top < INFINITY ? top / LARGEST : NAN;
             for (int c = 0; c < width; c += 2 * LANES)
-                store(of[h] + c / 2, halves_by_fours(scaled(c) * times, scaled(c + LANES) * times));
+                if constexpr (BY_FOURS)
+                    store(of[h] + c / 2, halves_by_fours(scaled(c) * times, scaled(c + LANES) * times));
+                else
+                    store(of[h] + c / 2, halves_in_order(scaled(c) * times, scaled(c + LANES) * times));
         }
+    }
+};
+
+// Prefetches the rows of the next block, in a share for each sixteen channels: a burst would keep loads waiting.
+template <class Numbers> struct Ahead {
+    const char* at;
+    const int64_t share;
+
+    Ahead(const HeadRows& rows, int64_t first, int dim) : at(rows[first + TOKENS]), share(rows.row * TOKENS / (dim / LANES)) {}
+    INLINE void fetch() {
+        const char* from = at;
+        for (at += share; from < at; from += LINE) Numbers::fetch(from);
     }
 };
 
 template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
     static constexpr int MOST_KEPT = 16;
+    static constexpr bool BY_FOURS = !WIDENS || std::is_same_v<KeyFormat, Floats4>;
     static constexpr float BOTH_SIGNS[2] = {-1, 1};
     const Halves<KeyFormat> keys;
     const Halves<Format> values;
@@ -198,7 +215,7 @@ template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
         lay_out(ones.data());
         if (!WIDENS || !in.q_signs) return;
         const int64_t from = ((sequence * in.groups + group) * in.heads + head) * width;
-        sign_query.lay_out(widened((const bf16*)in.q_signs + from).data(), heads, width, ones.data());
+        sign_query.template lay_out<!WIDENS>(widened((const bf16*)in.q_signs + from).data(), heads, width, ones.data());
     }
 
     // Returns whether each 32 bytes of values are codes of MIXED whole ranges, third bits are those of 16 bytes, and no more
@@ -211,7 +228,7 @@ template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
                (codes.kind != INTEGERS || codes.dim / codes.ranges % 32 == 0) && codes.channels <= MOST_KEPT;
     }
 
-    void lay_out(const float* step) override { query.lay_out(q.data(), heads, width, step); }
+    void lay_out(const float* step) override { query.template lay_out<BY_FOURS>(q.data(), heads, width, step); }
 
     void multiply_keys(int64_t first, int count) override {
         turn_keys(first, count);
@@ -251,14 +268,7 @@ template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
     void turn_keys(int64_t first, int count) {
 #if !defined(__AVX512F__)
         if (row_bytes % 16 == 0) {
-            for (int t = 0; t < TOKENS; t += EACH) {
-                const char* rows[EACH];
-                for (int i = 0; i < EACH; i++) {
-                    rows[i] = at.k[first + std::min(t + i, count - 1)];
-                    for (int b = 0; b < row_bytes; b += LINE) keys.fetch(rows[i] + TOKENS * at.k.row + b);
-                }
-                for (int b = 0; b < row_bytes; b += 16) turn_words(rows, b, key_words + b / 4, t);
-            }
+            turn_rows(at.k, first, count, row_bytes, key_words);
             return;
         }
 #endif
@@ -267,7 +277,7 @@ template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
                 u32 x[LANES];
                 for (int i = 0; i < LANES; i++) {
                     const char* row = at.k[first + std::min(t + i, count - 1)] + b;
-                    keys.fetch(row + TOKENS * at.k.row);
+                    if (!WIDENS) keys.fetch(row + TOKENS * at.k.row);
                     x[i] = load_part<u32>(row, std::min(LINE, row_bytes - b));
                 }
                 transpose(x);
@@ -298,7 +308,12 @@ template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
             }
         by_four(heads, [&](int h, auto n) {
             values.template add<n>(at.v[first], at.v.row, count, bytes, RangeOf{ranges, dim}, weights + h, weight_units + h,
-                                   states[h].acc, acc_width);
+                                   states[h].acc, acc_width
+#if !defined(__AVX512F__)
+                                   , Ahead<Halves<KeyFormat>>(at.k, first, dim), Ahead<Halves<Format>>(at.v, first, dim),
+                                   Ahead<Halves<Format>>(at.v_range, first, dim)
+#endif
+            );
         });
     }
 

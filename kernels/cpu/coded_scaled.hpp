@@ -189,6 +189,32 @@ template <class RowOf> void turn_four(RowOf row_of, int bytes, u32* to) {
     }
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Writes the four words from byte `at` on of eight rows so that the lanes of a register are rows, from lane t on.
+INLINE void turn_words(const char* const* rows, int at, uint32_t (*to)[TOKENS], int t) {
+    __m256i x[4], pairs[4];
+    UNROLL for (int i = 0; i < 4; i++)
+        x[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(load<__m128i>(rows[i] + at)), load<__m128i>(rows[i + 4] + at), 1);
+    UNROLL for (int i = 0; i < 2; i++) {
+        pairs[i] = _mm256_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
+        pairs[i + 2] = _mm256_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
+    }
+    UNROLL for (int i = 0; i < 2; i++) {
+        store(to[2 * i] + t, _mm256_unpacklo_epi64(pairs[2 * i], pairs[2 * i + 1]));
+        store(to[2 * i + 1] + t, _mm256_unpackhi_epi64(pairs[2 * i], pairs[2 * i + 1]));
+    }
+}
+
+// Does so for rows of `bytes`, a multiple of 16, from row `first` on. Behind the last of `count` it repeats.
+INLINE void turn_rows(const HeadRows& of, int64_t first, int count, int bytes, uint32_t (*to)[TOKENS]) {
+    const char *row = of[first], *rows[8];
+    for (int t = 0; t < TOKENS; t += 8) {
+        for (int i = 0; i < 8; i++, row += t + i < count ? of.row : 0) rows[i] = row;
+        for (int b = 0; b < bytes; b += 16) turn_words(rows, b, to + b / 4, t);
+    }
+}
+#endif
+
 // Calls f(h, n) for all heads, so many at a time that registers hold their sums: n is 1, 2 or 4, and may reach beyond the
 // last head.
 template <class F> void by_four(int heads, F f) {
@@ -287,6 +313,30 @@ struct ScaledAttention {
                 for (int side = 0; side < 2; side++)
                     std::fill(of_block[side] + t, of_block[side] + next, ((const float*)at.k_range[of_rows])[side]);
             });
+#if defined(__AVX2__) && !defined(__AVX512F__)
+        if (BYTES * all % 16 == 0) {
+            alignas(LINE) uint32_t words[MOST_RANGES][TOKENS];
+            turn_rows(at.v_range, first, count, BYTES * all, words);
+            for (int scale = 0; scale < all; scale += 4 / BYTES)
+                for (int t = 0; t < TOKENS; t += 8) {
+                    const __m256i word = load<__m256i>(words[scale * BYTES / 4] + t);
+                    if (BYTES == 2) {
+                        const __m256i low = _mm256_blend_epi16(word, _mm256_setzero_si256(), 0xaa);
+                        const __m256i packed = _mm256_packus_epi32(low, _mm256_srli_epi32(word, 16));
+                        const __m256i both = _mm256_permute4x64_epi64(packed, 0xd8);
+                        store(scales[scale] + t, _mm256_cvtph_ps(_mm256_castsi256_si128(both)));
+                        store(scales[scale + 1] + t, _mm256_cvtph_ps(_mm256_extracti128_si256(both, 1)));
+                        continue;
+                    }
+                    UNROLL for (int i = 0; i < 4; i++) {
+                        const auto code = (i32::Register)word << (24 - 8 * i) >> 4;  // a float that is 2^120 times smaller
+                        const auto x = (f32::Register)(code & (int32_t)0x87f00000) * 0x1p120f;
+                        store(scales[scale + i] + t, x * load<f32::Register>(of_block[scale + i >= ranges] + t));
+                    }
+                }
+            return;
+        }
+#endif
         for (int b = 0; b < BYTES * all; b += 16)
             for (int t = 0; t < TOKENS; t += LANES) {
                 u32 words[4];
@@ -325,7 +375,7 @@ struct ScaledAttention {
             range[c] = range[dim + c] = 0;
         }
         lay_out(range + dim);
-        for (int c = 0; c < dim; c += LANES)
+        for (int c = 0; !WIDENS && c < dim; c += LANES)  // without tiles there is no middle
             store(range + c, load<f32>(range + c) + load<f32>(range + dim + c) * key_middle);
         for (int h = 0; h < heads; h++) {
             f32 center = {};
