@@ -15,14 +15,24 @@ INLINE Words splat_word(uint32_t x) { return (Words)_mm256_set1_epi32(x); }
 INLINE Words splat_two(const void* of) { return (Words)_mm256_set1_epi64x(load<int64_t>(of)); }
 INLINE Words repeated_line(const void* of) { return (Words)_mm256_broadcastsi128_si256(load<__m128i>(of)); }
 
-INLINE Words halves_of(f32 x) {  // rounded to whole numbers of 16 bits
-    const __m256i low = _mm256_cvtps_epi32((__m256)x.part[0]), high = _mm256_cvtps_epi32((__m256)x.part[1]);
-    return (Words)_mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8);
+INLINE Words packed(f32 x) {  // rounded to whole numbers of 16 bits, in the order 0-3, 8-11, 4-7, 12-15
+    return (Words)_mm256_packs_epi32(_mm256_cvtps_epi32((__m256)x.part[0]), _mm256_cvtps_epi32((__m256)x.part[1]));
 }
+INLINE Words halves_of(f32 x) { return (Words)_mm256_permute4x64_epi64((__m256i)packed(x), 0xd8); }
 INLINE u32 halves_in_order(f32 a, f32 b) { return {{halves_of(a), halves_of(b)}}; }
 INLINE u32 halves_by_fours(f32 a, f32 b) {  // of four, 0, 2, 1, 3
     auto turned = [](Words x) { return (Words)_mm256_shufflehi_epi16(_mm256_shufflelo_epi16((__m256i)x, 0xd8), 0xd8); };
     return {{turned(halves_of(a)), turned(halves_of(b))}};
+}
+
+template <int MIXED> INLINE u32 halves_to_mix(f32 a, f32 b) {
+    return MIXED == 1 ? halves_in_order(a, b) : u32{{packed(a), packed(b)}};
+}
+INLINE void mix(u32 a, u32 b, uint32_t* to) {  // writes words of a and of b in turn, and in order
+    UNROLL for (int i = 0; i < 2; i++) {
+        store(to + i * LANES, _mm256_unpacklo_epi32((__m256i)a.part[i], (__m256i)b.part[i]));
+        store(to + i * LANES + EACH, _mm256_unpackhi_epi32((__m256i)a.part[i], (__m256i)b.part[i]));
+    }
 }
 
 template <class Format> constexpr bool HAS_HALVES = !std::is_same_v<Format, Floats>;
@@ -89,10 +99,10 @@ template <class Format> struct Halves {
     }
 
     // Multiplies keys with the queries of H heads: to[H][TOKENS]. words[bytes / 4][TOKENS]: the words of each key;
-    // scales [groups][TOKENS].
-    template <int H>
+    // scales [groups][TOKENS]. `ahead`: what is prefetched meanwhile.
+    template <int H, class Ahead>
     __attribute__((noinline)) void multiply(const uint32_t (*words)[TOKENS], int bytes, const uint32_t (*query)[MOST_DIM / 2],
-                  const float (*scales)[TOKENS], float (*to)[TOKENS]) const {
+                  const float (*scales)[TOKENS], float (*to)[TOKENS], Ahead ahead) const {
         const int count = THREE ? bytes / 6 : bytes / 4;                 // words of codes, without third bits
         const int each = GROUP ? GROUP / 4 : THREE ? count / 2 : count;  // of a group, or with the same place of third bits
         // Numbers of even and of odd bytes are of the same rows, others are not, whose sums are joined at the end.
@@ -100,7 +110,8 @@ template <class Format> struct Halves {
         for (int t = 0; t < TOKENS; t += EACH) {
             f32::Register sums[H] = {};
             i32::Register acc[H][HALVES] = {};
-            for (int place = 0; place < PLACES; place++)
+            for (int place = 0; place < PLACES; place++) {
+                ahead.fetch();
                 for (int first = 0; first < count; first += each) {
                     for (int w = first; w < first + each; w++) {
                         Words codes = at_place(load<Words>(words[w] + t), place);
@@ -119,6 +130,7 @@ template <class Format> struct Halves {
                             sums[h] += as_floats(acc[h][0]) * scale, acc[h][0] = i32::Register{};
                         }
                 }
+            }
             UNROLL for (int h = 0; h < H; h++) {
                 const auto all = (i32::Register)_mm256_hadd_epi32((__m256i)acc[h][0], (__m256i)acc[h][HALVES - 1]);
                 if (!FOUR) sums[h] = as_floats(all);

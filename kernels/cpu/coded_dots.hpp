@@ -40,6 +40,13 @@ inline u32 halves_of(f32 a, f32 b, const Order& order) {
 inline u32 halves_in_order(f32 a, f32 b) { return halves_of(a, b, IN_ORDER); }
 inline u32 halves_by_fours(f32 a, f32 b) { return halves_of(a, b, FOURS); }
 
+template <int MIXED> u32 halves_to_mix(f32 a, f32 b) { return halves_in_order(a, b); }
+// Writes words of a and of b in turn.
+inline void mix(u32 a, u32 b, uint32_t* to) {
+    store(to, shuffle<0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23>(a, b));
+    store(to + LANES, shuffle<8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31>(a, b));
+}
+
 template <class Format> constexpr bool HAS_HALVES = false;
 template <int BITS> constexpr bool HAS_HALVES<Integers<BITS>> = true;
 template <> constexpr bool HAS_HALVES<Levels<2>> = true;
@@ -182,12 +189,12 @@ struct WholeQueries {
     }
 };
 
-// Prefetches the rows of the next block, in a share for each sixteen channels: a burst would keep loads waiting.
+// Prefetches the rows of the next block, in shares: a burst would keep loads waiting.
 template <class Numbers> struct Ahead {
     const char* at;
     const int64_t share;
 
-    Ahead(const HeadRows& rows, int64_t first, int dim) : at(rows[first + TOKENS]), share(rows.row * TOKENS / (dim / LANES)) {}
+    Ahead(const HeadRows& rows, int64_t first, int shares) : at(rows[first + TOKENS]), share(rows.row * TOKENS / shares) {}
     INLINE void fetch() {
         const char* from = at;
         for (at += share; from < at; from += LINE) Numbers::fetch(from);
@@ -233,9 +240,9 @@ template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
     void multiply_keys(int64_t first, int count) override {
         turn_keys(first, count);
         if (!ranged) {
-            multiply(keys, key_words, key_bytes, query, scales, [&](int h, f32 x, int t) { store(logits[h] + t, x); });
+            multiply(first, keys, key_words, key_bytes, query, scales, [&](int h, f32 x, int t) { store(logits[h] + t, x); });
             if (WIDENS && in.q_signs)
-                multiply(signs, key_words + key_bytes / 4, dim / 8, sign_query, scales + 2, [&](int h, f32 x, int t) {
+                multiply(first, signs, key_words + key_bytes / 4, dim / 8, sign_query, scales + 2, [&](int h, f32 x, int t) {
                     store(logits[h] + t, load<f32>(logits[h] + t) + x * (float)in.codes.residual);
                 });
             return;
@@ -245,20 +252,24 @@ template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
             set_block(of_rows);
             read_kept(first, from, next);
             const uint8_t* which = (const uint8_t*)at.which[of_rows];
-            multiply(keys, key_words, key_bytes, query, scales, [&](int h, f32 x, int t) {
+            multiply(first, keys, key_words, key_bytes, query, scales, [&](int h, f32 x, int t) {
                 x += centers[h];
                 for (int j = 0; WIDENS && j < in.codes.channels; j++) x += load<f32>(kept[j] + t) * q[h * width + which[j]];
                 store(logits[h] + t, select(lanes + t >= from, x, load<f32>(logits[h] + t)));
             });
         });
     }
-    // Calls take(head, products of sixteen keys, the first of these).
+    // Calls take(head, products of sixteen keys, the first of these). first: the row of the first key.
     template <class Numbers, class Take>
-    void multiply(const Numbers& keys, const uint32_t (*words)[TOKENS], int bytes, const WholeQueries& query,
-                  const float (*scales)[TOKENS], Take take) {
+    void multiply([[maybe_unused]] int64_t first, const Numbers& keys, const uint32_t (*words)[TOKENS], int bytes,
+                  const WholeQueries& query, const float (*scales)[TOKENS], Take take) {
         by_four(heads, [&](int h, auto n) {
             alignas(LINE) float products[n][TOKENS];
-            keys.template multiply<n>(words, bytes, query.of + h, scales, products);
+            keys.template multiply<n>(words, bytes, query.of + h, scales, products
+#if !defined(__AVX512F__)
+                                      , Ahead<Numbers>(at.k, first, TOKENS / EACH * Numbers::PLACES)
+#endif
+            );
             for (int i = 0; i < std::min<int>(n, heads - h); i++)
                 for (int t = 0; t < TOKENS; t += LANES)
                     take(h + i, load<f32>(products[i] + t) * (keys.unit * query.units[h + i]), t);
@@ -296,22 +307,20 @@ template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
             weigh_range(r, [&](int h, f32 a, f32 b) {
                 weight_units[h][r] = largest(maximum(a, b)) / LARGEST;
                 const float times = weight_units[h][r] > 0 ? 1 / weight_units[h][r] : 0;
-                store(weights[h] + r * LANES, halves_in_order(a * times, b * times));
+                store(weights[h] + r * LANES, halves_to_mix<MIXED>(a * times, b * times));
             });
         for (int r = 0; MIXED > 1 && r < ranges; r += MIXED)
             for (int h = 0; h < heads; h++) {
                 uint32_t* of_both = weights[h] + r * LANES;
                 const u32 a = load<u32>(of_both), b = load<u32>(of_both + LANES);
-                store(of_both, shuffle<0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23>(a, b));
-                store(of_both + LANES,
-                      shuffle<8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31>(a, b));
+                mix(a, b, of_both);
             }
         by_four(heads, [&](int h, auto n) {
             values.template add<n>(at.v[first], at.v.row, count, bytes, RangeOf{ranges, dim}, weights + h, weight_units + h,
                                    states[h].acc, acc_width
 #if !defined(__AVX512F__)
-                                   , Ahead<Halves<KeyFormat>>(at.k, first, dim), Ahead<Halves<Format>>(at.v, first, dim),
-                                   Ahead<Halves<Format>>(at.v_range, first, dim)
+                                   , Ahead<Halves<Format>>(at.v, first, dim / LANES),
+                                   Ahead<Halves<Format>>(at.v_range, first, dim / LANES)
 #endif
             );
         });
