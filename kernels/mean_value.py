@@ -36,16 +36,14 @@ def attention_with_mean(
     _, always = ops.segment_attention_with_lse(query, others, scale)
     lse = lse.view(batch, groups, both)
     read = lse[..., group:]
-    every = torch.logaddexp(always.view(batch, groups, group), lses.logsumexp(-1))
     out = outs.view(batch, groups, both, -1)[:, :, :group].reshape(batch, groups * group, 1, -1)
     if sink_logits is not None:
-        own = lse[..., :group].flatten(1)
-        read, every = (
-            lse_with_sink(part.flatten(1), sink_logits).view_as(part) for part in (read, every)
-        )
-        out = with_sink(out, own, sink_logits)
+        out = with_sink(out, lse[..., :group].flatten(1), sink_logits)
+        read = lse_with_sink(read.flatten(1), sink_logits).view_as(read)
+        always = lse_with_sink(always, sink_logits)
+    every = torch.cat([lses, always.view(batch, groups, group, 1)], -1) - read.unsqueeze(-1)
     # a part of the tokens has no more than all; of large logits in 16 bits the two are rounded differently
-    covered = (read - every).clamp(max=0).exp().unsqueeze(-1)
+    covered = every.exp().sum(-1, keepdim=True).reciprocal().clamp(max=1)
     value_sum += v
     return with_mean(out, covered, value_sum, count), covered
 
