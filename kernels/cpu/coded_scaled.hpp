@@ -375,7 +375,7 @@ struct ScaledAttention {
             range[c] = range[dim + c] = 0;
         }
         lay_out(range + dim);
-        for (int c = 0; !WIDENS && c < dim; c += LANES)  // without tiles there is no middle
+        for (int c = 0; key_middle != 0 && c < dim; c += LANES)
             store(range + c, load<f32>(range + c) + load<f32>(range + dim + c) * key_middle);
         for (int h = 0; h < heads; h++) {
             f32 center = {};
