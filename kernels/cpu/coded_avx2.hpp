@@ -105,34 +105,37 @@ template <class Format> struct Halves {
                   const float (*scales)[TOKENS], float (*to)[TOKENS], Ahead ahead) const {
         const int count = THREE ? bytes / 6 : bytes / 4;                 // words of codes, without third bits
         const int each = GROUP ? GROUP / 4 : THREE ? count / 2 : count;  // of a group, or with the same place of third bits
-        // Numbers of even and of odd bytes are of the same rows, others are not, whose sums are joined at the end.
-        constexpr int HALVES = FOUR ? 1 : 2;
+        // Numbers of even and of odd bytes are of the same rows, others are not, whose sums are joined at the end. Scales are
+        // those of a group at one place.
+        constexpr int ACC = FOUR ? PLACES : 2;
         for (int t = 0; t < TOKENS; t += EACH) {
             f32::Register sums[H] = {};
-            i32::Register acc[H][HALVES] = {};
-            for (int place = 0; place < PLACES; place++) {
-                ahead.fetch();
-                for (int first = 0; first < count; first += each) {
-                    for (int w = first; w < first + each; w++) {
-                        Words codes = at_place(load<Words>(words[w] + t), place);
+            i32::Register acc[H][ACC] = {};
+            for (int i = 0; i < PLACES; i++) ahead.fetch();
+            for (int first = 0; first < count; first += each) {
+                for (int w = first; w < first + each; w++) {
+                    const Words bytes = load<Words>(words[w] + t);
+                    UNROLL for (int place = 0; place < PLACES; place++) {
+                        Words codes = at_place(bytes, place);
                         if (THREE) codes |= thirds(load<Words>(words[count + w - first] + t), 2 * place + (first > 0));
                         const Numbers x = numbers(codes);
                         UNROLL for (int h = 0; h < H; h++) {
                             const uint32_t* of = query[h] + place * count * 2 + 2 * w;
                             UNROLL for (int half = 0; half < 2; half++)
-                                acc[h][half % HALVES] += dot(x.of[half], FOUR ? splat_word(of[half]) : splat_two(of));
+                                acc[h][FOUR ? place : half] += dot(x.of[half], FOUR ? splat_word(of[half]) : splat_two(of));
                             UNROLL for (auto& sum : acc[h]) asm volatile("" : "+x"(sum));  // stay in registers
                         }
                     }
-                    if (FOUR)
-                        UNROLL for (int h = 0; h < H; h++) {
-                            const auto scale = load<f32::Register>(scales[(place * count + first) / each] + t);
-                            sums[h] += as_floats(acc[h][0]) * scale, acc[h][0] = i32::Register{};
-                        }
                 }
+                if (FOUR)
+                    UNROLL for (int h = 0; h < H; h++)
+                        UNROLL for (int place = 0; place < PLACES; place++) {
+                            const auto scale = load<f32::Register>(scales[(place * count + first) / each] + t);
+                            sums[h] += as_floats(acc[h][place]) * scale, acc[h][place] = i32::Register{};
+                        }
             }
             UNROLL for (int h = 0; h < H; h++) {
-                const auto all = (i32::Register)_mm256_hadd_epi32((__m256i)acc[h][0], (__m256i)acc[h][HALVES - 1]);
+                const auto all = (i32::Register)_mm256_hadd_epi32((__m256i)acc[h][0], (__m256i)acc[h][1]);
                 if (!FOUR) sums[h] = as_floats(all);
                 store(to[h] + t, Format::RANGED || FOUR ? sums[h] : sums[h] * load<f32::Register>(scales[0] + t));
             }
