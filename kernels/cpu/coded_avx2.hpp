@@ -25,24 +25,24 @@ INLINE u32 halves_by_fours(f32 a, f32 b) {  // of four, 0, 2, 1, 3
     return {{turned(halves_of(a)), turned(halves_of(b))}};
 }
 
-template <int MIXED> INLINE u32 halves_to_mix(f32 a, f32 b) {
-    return MIXED == 1 ? halves_in_order(a, b) : u32{{packed(a), packed(b)}};
-}
-INLINE void mix(u32 a, u32 b, uint32_t* to) {  // writes words of a and of b in turn, and in order
-    UNROLL for (int i = 0; i < 2; i++) {
-        store(to + i * LANES, _mm256_unpacklo_epi32((__m256i)a.part[i], (__m256i)b.part[i]));
-        store(to + i * LANES + EACH, _mm256_unpackhi_epi32((__m256i)a.part[i], (__m256i)b.part[i]));
-    }
-}
-
 template <class Format> constexpr bool HAS_HALVES = !std::is_same_v<Format, Floats>;
+
+// Returns the largest of each of four registers.
+INLINE __m128 largest_of_four(const f32::Register* x) {
+    __m256 two[2];
+    UNROLL for (int i = 0; i < 2; i++) {
+        const auto a = (__m256)x[i], b = (__m256)x[i + 2];
+        two[i] = _mm256_max_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+    }
+    const __m256 all = _mm256_max_ps(_mm256_unpacklo_ps(two[0], two[1]), _mm256_unpackhi_ps(two[0], two[1]));
+    return _mm_max_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+}
 
 // Makes whole numbers of the codes of a format; what a code stands for is `unit` times its number.
 template <class Format> struct Halves {
     static constexpr bool FOUR = std::is_same_v<Format, Floats4>, THREE = std::is_same_v<Format, Levels<3>>;
     static constexpr int BITS = THREE ? 2 : Format::bytes(8), PLACES = 8 / BITS;  // of a byte; third bits stand apart
-    // Channels of a row that share a scale (0: all), and ranges of the 32 channels of a register, which its words take in turn.
-    static constexpr int GROUP = FOUR ? 16 : 0, MIXED = FOUR ? 2 : 1;
+    static constexpr int GROUP = FOUR ? 16 : 0;  // channels of a row that share a scale (0: all)
     static constexpr bool BY_BYTES = !FOUR && !Format::RANGED;  // whether `add` takes two tokens' bytes in turn
     alignas(16) uint8_t low_bytes[16], high_bytes[16];  // of the number of each code
     float unit = 1;
@@ -91,10 +91,8 @@ template <class Format> struct Halves {
     // Returns the place of channel c among sums, which stand in the order in which `add` makes words.
     static int64_t place_of(int64_t c) {
         const int64_t byte = c % 32, half = byte / 2;
-        if (!BY_BYTES) {
-            const int64_t lane = MIXED == 1 ? half % 4 + half / 8 * 4 : half % 4 * 2 + half / 8;
-            return c / 32 * 32 + c % 2 * LANES + half / 4 % 2 * EACH + lane;
-        }
+        if (FOUR) return c / GROUP * GROUP + c % 2 * EACH + half % EACH;
+        if (!BY_BYTES) return c / 32 * 32 + c % 2 * LANES + half / 4 % 2 * EACH + half % 4 + half / 8 * 4;
         return c / 32 * 32 + byte / 4 % 2 * LANES + byte / 8 % 2 * EACH + byte % 4 + byte / 16 * 4;
     }
 
@@ -103,16 +101,13 @@ template <class Format> struct Halves {
     template <int H, class Ahead>
     __attribute__((noinline)) void multiply(const uint32_t (*words)[TOKENS], int bytes, const uint32_t (*query)[MOST_DIM / 2],
                   const float (*scales)[TOKENS], float (*to)[TOKENS], Ahead ahead) const {
-        const int count = THREE ? bytes / 6 : bytes / 4;                 // words of codes, without third bits
-        const int each = GROUP ? GROUP / 4 : THREE ? count / 2 : count;  // of a group, or with the same place of third bits
-        // Numbers of even and of odd bytes are of the same rows, others are not, whose sums are joined at the end. Scales are
-        // those of a group at one place.
-        constexpr int ACC = FOUR ? PLACES : 2;
+        if constexpr (FOUR) return multiply_groups<H>(words, bytes, query, scales, to, ahead);
+        const int count = THREE ? bytes / 6 : bytes / 4;  // words of codes, without third bits
+        const int each = THREE ? count / 2 : count;       // with the same place of third bits
         for (int t = 0; t < TOKENS; t += EACH) {
-            f32::Register sums[H] = {};
-            i32::Register acc[H][ACC] = {};
+            i32::Register acc[H][2] = {};
             for (int i = 0; i < PLACES; i++) ahead.fetch();
-            for (int first = 0; first < count; first += each) {
+            for (int first = 0; first < count; first += each)
                 for (int w = first; w < first + each; w++) {
                     const Words bytes = load<Words>(words[w] + t);
                     UNROLL for (int place = 0; place < PLACES; place++) {
@@ -120,35 +115,50 @@ template <class Format> struct Halves {
                         if (THREE) codes |= thirds(load<Words>(words[count + w - first] + t), 2 * place + (first > 0));
                         const Numbers x = numbers(codes);
                         UNROLL for (int h = 0; h < H; h++) {
-                            const uint32_t* of = query[h] + place * count * 2 + 2 * w;
-                            UNROLL for (int half = 0; half < 2; half++)
-                                acc[h][FOUR ? place : half] += dot(x.of[half], FOUR ? splat_word(of[half]) : splat_two(of));
+                            const Words q = splat_two(query[h] + place * count * 2 + 2 * w);
+                            UNROLL for (int half = 0; half < 2; half++) acc[h][half] += dot(x.of[half], q);
                             UNROLL for (auto& sum : acc[h]) asm volatile("" : "+x"(sum));  // stay in registers
                         }
                     }
                 }
-                if (FOUR)
-                    UNROLL for (int h = 0; h < H; h++)
-                        UNROLL for (int place = 0; place < PLACES; place++) {
-                            const auto scale = load<f32::Register>(scales[(place * count + first) / each] + t);
-                            sums[h] += as_floats(acc[h][place]) * scale, acc[h][place] = i32::Register{};
-                        }
-            }
             UNROLL for (int h = 0; h < H; h++) {
-                const auto all = (i32::Register)_mm256_hadd_epi32((__m256i)acc[h][0], (__m256i)acc[h][1]);
-                if (!FOUR) sums[h] = as_floats(all);
-                store(to[h] + t, Format::RANGED || FOUR ? sums[h] : sums[h] * load<f32::Register>(scales[0] + t));
+                const auto sums = as_floats((i32::Register)_mm256_hadd_epi32((__m256i)acc[h][0], (__m256i)acc[h][1]));
+                store(to[h] + t, Format::RANGED ? sums : sums * load<f32::Register>(scales[0] + t));
             }
         }
     }
+    // Does so for FOUR: one place after the other, as registers hold the sums of one group for each head.
+    template <int H, class Ahead>
+    INLINE void multiply_groups(const uint32_t (*words)[TOKENS], int bytes, const uint32_t (*query)[MOST_DIM / 2],
+                                const float (*scales)[TOKENS], float (*to)[TOKENS], Ahead ahead) const {
+        const int count = bytes / 4;
+        for (int t = 0; t < TOKENS; t += EACH) {
+            f32::Register sums[H] = {};
+            UNROLL for (int place = 0; place < PLACES; place++) {
+                ahead.fetch();
+                for (int first = 0; first < count; first += GROUP / 4) {
+                    i32::Register acc[H] = {};
+                    UNROLL for (int w = first; w < first + GROUP / 4; w++) {
+                        const Numbers x = numbers(at_place(load<Words>(words[w] + t), place));
+                        UNROLL for (int h = 0; h < H; h++) {
+                            const uint32_t* of = query[h] + place * count * 2 + 2 * w;
+                            UNROLL for (int half = 0; half < 2; half++) acc[h] += dot(x.of[half], splat_word(of[half]));
+                            asm volatile("" : "+x"(acc[h]));  // stay in registers
+                        }
+                    }
+                    UNROLL for (int h = 0; h < H; h++)
+                        sums[h] += as_floats(acc[h]) * load<f32::Register>(scales[(place * count + first) / (GROUP / 4)] + t);
+                }
+            }
+            UNROLL for (int h = 0; h < H; h++) store(to[h] + t, sums[h]);
+        }
+    }
 
-    // Loads 32 bytes of two rows: their halves in turn, of MIXED ranges in turn, or their bytes. `part`: which of the two
-    // registers.
+    // Loads 32 bytes of two rows: their halves in turn, or their bytes. `part`: which of the two registers.
     static INLINE Words both(const char* a, const char* b, int part) {
         const __m256i x = load<__m256i>(a), y = load<__m256i>(b);
         if (BY_BYTES) return (Words)(part ? _mm256_unpackhi_epi8(x, y) : _mm256_unpacklo_epi8(x, y));
-        const __m256i words = part ? _mm256_unpackhi_epi16(x, y) : _mm256_unpacklo_epi16(x, y);
-        return (Words)(MIXED == 1 ? words : _mm256_permutevar8x32_epi32(words, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+        return (Words)(part ? _mm256_unpackhi_epi16(x, y) : _mm256_unpacklo_epi16(x, y));
     }
     // Loads the bytes of the third bits of both: the channels of the upper four words have the bits above those of the lower.
     static INLINE Words both_thirds(const char* a, const char* b, int part) {
@@ -156,13 +166,53 @@ template <class Format> struct Halves {
         const __m256i words = part ? _mm256_unpackhi_epi8(x, y) : _mm256_unpacklo_epi8(x, y);
         return (Words)_mm256_srlv_epi32(words, _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
     }
-    static INLINE Words repeat(const void* of) {  // a word, or the words of two ranges
-        return MIXED == 1 ? splat_word(load<uint32_t>(of)) : splat_two(of);
+
+    // Turns `count` values of FOUR so that a word has codes of two tokens: to[bytes / 16][TOKENS / 2][EACH], pairs of tokens in
+    // the order of `packed`. Behind the last row it repeats.
+    static void turn(const char* row, int64_t stride, int count, int bytes, uint32_t* to) {
+        const char* next = row;
+        UNROLL for (int p = 0; p < TOKENS / 2; p++) {
+            row = 2 * p < count ? next : row;
+            next = row + (2 * p + 1 < count ? stride : 0);
+            uint32_t* words = to + ((p & ~6) + p / 4 % 2 * 2 + p / 2 % 2 * 4) * EACH;
+            for (int c = 0; c < bytes; c += 32, words += TOKENS * EACH) {
+                const __m256i a = _mm256_permute4x64_epi64(load<__m256i>(row + c), 0xd8);
+                const __m256i b = _mm256_permute4x64_epi64(load<__m256i>(next + c), 0xd8);
+                store(words, _mm256_unpacklo_epi16(a, b));
+                store(words + TOKENS / 2 * EACH, _mm256_unpackhi_epi16(a, b));
+            }
+            next += stride;
+        }
+    }
+    // Adds values that are turned times the weights of H heads [ranges][TOKENS / 2], in units [ranges]. Sums stand in the order
+    // of `place_of`. `ahead`: what is prefetched meanwhile.
+    template <int H, class... Ahead>
+    __attribute__((noinline)) void add_turned(const uint32_t* turned, int ranges,
+             const uint32_t (*weights)[MOST_RANGES * TOKENS / 2], const float (*units)[MOST_RANGES], float* to,
+             int64_t to_stride, Ahead... ahead) const {
+        for (int first = 0; first < ranges / 2; first++, turned += TOKENS / 2 * EACH)
+            UNROLL for (int place = 0; place < PLACES; place++) {
+                (ahead.fetch(), ...);
+                const int range = place * ranges / 2 + first;
+                const uint32_t* weight = weights[0] + range * TOKENS / 2;
+                i32::Register sums[H][2] = {};
+                for (int p = 0; p < TOKENS / 2; p++) {
+                    const Numbers x = numbers(at_place(load<Words>(turned + p * EACH), place));
+                    UNROLL for (int h = 0; h < H; h++)
+                        UNROLL for (int half = 0; half < 2; half++)
+                            sums[h][half] += dot(x.of[half], splat_word(weight[h * MOST_RANGES * TOKENS / 2 + p]));
+                }
+                UNROLL for (int h = 0; h < H; h++)
+                    UNROLL for (int half = 0; half < 2; half++) {
+                        float* sum = to + h * to_stride + range * GROUP + half * EACH;
+                        store(sum, load<f32::Register>(sum) + as_floats(sums[h][half]) * units[h][range]);
+                    }
+            }
     }
 
     // Adds `count` values times the weights of H heads, two tokens at a time: a word has a channel of both. range_of(channel)
-    // is the first range of 32 channels. A head has weights [ranges / MIXED][TOKENS / 2][MIXED], in units [ranges]; its sums
-    // stand in the order of `place_of`. `ahead`: what is prefetched meanwhile.
+    // is the range of 32 channels. A head has weights [ranges][TOKENS / 2], in units [ranges]; its sums stand in the order of
+    // `place_of`. `ahead`: what is prefetched meanwhile.
     template <int H, class... Ahead>
     __attribute__((noinline)) void add(const char* row, int64_t stride, int count, int bytes, RangeOf range_of,
              const uint32_t (*weights)[MOST_RANGES * TOKENS / 2], const float (*units)[MOST_RANGES], float* to,
@@ -185,19 +235,18 @@ template <class Format> struct Halves {
                                         (THREE ? thirds(both_thirds(a + bytes, b + bytes, part), 2 * place) : Words{}));
                         UNROLL for (int h = 0; h < H; h++)
                             UNROLL for (int half = 0; half < 2; half++)
-                                sums[h][half] += dot(x.of[half], repeat(weight + h * MOST_RANGES * TOKENS / 2));
-                        weight += MIXED;
+                                sums[h][half] += dot(x.of[half], splat_word(weight[h * MOST_RANGES * TOKENS / 2]));
+                        weight++;
                     };
                     const char* a = row;
                     for (int t = 1; t < count; t += 2, a += 2 * stride) take(a, a + stride);
                     if (count % 2) take(a, a);
                     UNROLL for (int h = 0; h < H; h++) {
-                        auto units_of_both = (f32::Register)repeat(&units[h][range]);
-                        if (!Format::RANGED) units_of_both *= unit;
+                        const float unit_of_sums = units[h][range] * (Format::RANGED ? 1 : unit);
                         UNROLL for (int half = 0; half < 2; half++) {
                             float* sum = to + h * to_stride + channel + half * LANES + part * EACH;
                             const float less = Format::RANGED ? 1.0f / (1 << shift_of(place + half * PLACES)) : 1;
-                            store(sum, load<f32::Register>(sum) + as_floats(sums[h][half]) * (units_of_both * less));
+                            store(sum, load<f32::Register>(sum) + as_floats(sums[h][half]) * (unit_of_sums * less));
                         }
                     }
                 }

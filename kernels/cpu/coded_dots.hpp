@@ -40,7 +40,6 @@ inline u32 halves_of(f32 a, f32 b, const Order& order) {
 inline u32 halves_in_order(f32 a, f32 b) { return halves_of(a, b, IN_ORDER); }
 inline u32 halves_by_fours(f32 a, f32 b) { return halves_of(a, b, FOURS); }
 
-template <int MIXED> u32 halves_to_mix(f32 a, f32 b) { return halves_in_order(a, b); }
 // Writes words of a and of b in turn.
 inline void mix(u32 a, u32 b, uint32_t* to) {
     store(to, shuffle<0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23>(a, b));
@@ -301,20 +300,59 @@ template <class KeyFormat, class Format> struct DotAttention : ScaledAttention {
             for (int j = 0; j < in.codes.channels; j++) kept[j][t] = to_float(((const bf16*)at.kept[first + t])[j]);
     }
 
+#if !defined(__AVX512F__)
+    // Adds values of NVFP4: finds the units of four ranges' weights at once, and all units before weights, which wait for them.
+    void add_turned(int64_t first, int count) {
+        alignas(LINE) uint32_t turned[MOST_DIM / 32 * TOKENS / 2 * EACH];
+        values.turn(at.v[first], at.v.row, count, bytes, turned);
+        by_four(heads, [&](int from, auto n) {
+            const int end = std::min<int>(from + n, heads);
+            alignas(LINE) float scaled[n][MOST_RANGES][TOKENS], times[n][MOST_RANGES];
+            for (int h = from; h < end; h++)
+                for (int r = 0; r < ranges; r += 4) {
+                    f32::Register most[4];
+                    UNROLL for (int i = 0; i < 4; i++) {
+                        const float* step = scales[ranges + r + i];
+                        const f32 x = load<f32>(logits[h]) * load<f32>(step);
+                        const f32 y = load<f32>(logits[h] + LANES) * load<f32>(step + LANES), more = maximum(x, y);
+                        store(scaled[h - from][r + i], x), store(scaled[h - from][r + i] + LANES, y);
+                        most[i] = (f32::Register)_mm256_max_ps((__m256)more.part[0], (__m256)more.part[1]);
+                    }
+                    const __m128 all = largest_of_four(most);
+                    store(weight_units[h] + r, all * (values.unit / LARGEST));
+                    store(times[h - from] + r, _mm_and_ps(LARGEST / all, _mm_cmpgt_ps(all, _mm_setzero_ps())));
+                }
+            for (int h = from; h < end; h++)
+                for (int r = 0; r < ranges; r++) {
+                    const float *x = scaled[h - from][r], each = times[h - from][r];
+                    store(weights[h] + r * LANES, u32{{packed(load<f32>(x) * each), packed(load<f32>(x + LANES) * each)}});
+                }
+            values.template add_turned<n>(turned, ranges, weights + from, weight_units + from, states[from].acc, acc_width,
+                                          Ahead<Halves<Format>>(at.v, first, dim / LANES),
+                                          Ahead<Halves<Format>>(at.v_range, first, dim / LANES));
+        });
+    }
+#endif
+
     void add_values(int64_t first, int count) override {
-        constexpr int MIXED = Halves<Format>::MIXED;
+#if !defined(__AVX512F__)
+        if constexpr (std::is_same_v<Format, Floats4>) return add_turned(first, count);
+#endif
         for (int r = 0; r < ranges; r++)
             weigh_range(r, [&](int h, f32 a, f32 b) {
                 weight_units[h][r] = largest(maximum(a, b)) / LARGEST;
                 const float times = weight_units[h][r] > 0 ? 1 / weight_units[h][r] : 0;
-                store(weights[h] + r * LANES, halves_to_mix<MIXED>(a * times, b * times));
+                store(weights[h] + r * LANES, halves_in_order(a * times, b * times));
             });
+#if defined(__AVX512F__)
+        constexpr int MIXED = Halves<Format>::MIXED;
         for (int r = 0; MIXED > 1 && r < ranges; r += MIXED)
             for (int h = 0; h < heads; h++) {
                 uint32_t* of_both = weights[h] + r * LANES;
                 const u32 a = load<u32>(of_both), b = load<u32>(of_both + LANES);
                 mix(a, b, of_both);
             }
+#endif
         by_four(heads, [&](int h, auto n) {
             values.template add<n>(at.v[first], at.v.row, count, bytes, RangeOf{ranges, dim}, weights + h, weight_units + h,
                                    states[h].acc, acc_width

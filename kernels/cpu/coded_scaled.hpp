@@ -190,8 +190,8 @@ template <class RowOf> void turn_four(RowOf row_of, int bytes, u32* to) {
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-// Writes the four words from byte `at` on of eight rows so that the lanes of a register are rows, from lane t on.
-INLINE void turn_words(const char* const* rows, int at, uint32_t (*to)[TOKENS], int t) {
+// Writes the four words from byte `at` on of eight rows so that the lanes of a register are rows: each TOKENS behind the last.
+INLINE void turn_words(const char* const* rows, int at, uint32_t* to) {
     __m256i x[4], pairs[4];
     UNROLL for (int i = 0; i < 4; i++)
         x[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(load<__m128i>(rows[i] + at)), load<__m128i>(rows[i + 4] + at), 1);
@@ -200,8 +200,8 @@ INLINE void turn_words(const char* const* rows, int at, uint32_t (*to)[TOKENS], 
         pairs[i + 2] = _mm256_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
     }
     UNROLL for (int i = 0; i < 2; i++) {
-        store(to[2 * i] + t, _mm256_unpacklo_epi64(pairs[2 * i], pairs[2 * i + 1]));
-        store(to[2 * i + 1] + t, _mm256_unpackhi_epi64(pairs[2 * i], pairs[2 * i + 1]));
+        store(to + 2 * i * TOKENS, _mm256_unpacklo_epi64(pairs[2 * i], pairs[2 * i + 1]));
+        store(to + (2 * i + 1) * TOKENS, _mm256_unpackhi_epi64(pairs[2 * i], pairs[2 * i + 1]));
     }
 }
 
@@ -210,7 +210,8 @@ INLINE void turn_rows(const HeadRows& of, int64_t first, int count, int bytes, u
     const char *row = of[first], *rows[8];
     for (int t = 0; t < TOKENS; t += 8) {
         for (int i = 0; i < 8; i++, row += t + i < count ? of.row : 0) rows[i] = row;
-        for (int b = 0; b < bytes; b += 16) turn_words(rows, b, to + b / 4, t);
+        uint32_t* words = to[0] + t;
+        for (int b = 0; b < bytes; b += 16, words += 4 * TOKENS) turn_words(rows, b, words);
     }
 }
 #endif
@@ -331,7 +332,7 @@ struct ScaledAttention {
                     UNROLL for (int i = 0; i < 4; i++) {
                         const auto code = (i32::Register)word << (24 - 8 * i) >> 4;  // a float that is 2^120 times smaller
                         const auto x = (f32::Register)(code & (int32_t)0x87f00000) * 0x1p120f;
-                        store(scales[scale + i] + t, x * load<f32::Register>(of_block[scale + i >= ranges] + t));
+                        store(scales[scale + i] + t, x * load<f32::Register>(of_block[scale >= ranges] + t));
                     }
                 }
             return;
